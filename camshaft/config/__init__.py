@@ -1,0 +1,1 @@
+"""Frozen, documented, validated settings. Resolved once, above; passed down in parts."""

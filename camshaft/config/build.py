@@ -1,0 +1,71 @@
+"""What a build may be asked for. "auto" is replaced by ``resolve_build`` once, then stored in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from camshaft.config.doc import Doc, check_choice, check_int
+from camshaft.config.model import ModelConfig
+from camshaft.core.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+PAGE_SIZES = (16, 32, 64, 128)
+DEFAULT_MAX_SEQ_LEN = 8192
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuildConfig:
+    """Build-time choices. Every field that is accepted is enforced."""
+
+    dtype: Annotated[str, Doc("Type of weights, activations and KV cache: auto, float32, bfloat16 or float16. "
+                              "auto is float32 on a CPU and the checkpoint's own type on a GPU.")] = "auto"
+    device: Annotated[str, Doc("Device the engine is built for: auto, cpu or cuda.")] = "auto"
+    max_batch_size: Annotated[int, Doc("Most requests in one step.")] = 256
+    max_seq_len: Annotated[int | None, Doc("Longest prompt plus output in tokens; default: the model's own limit, "
+                                           f"at most {DEFAULT_MAX_SEQ_LEN}.")] = None
+    max_num_tokens: Annotated[int, Doc("Most tokens in one step, over all its requests.")] = 2048
+    page_size: Annotated[int, Doc("Tokens a KV page: 16, 32, 64 or 128.")] = 16
+    skip_passes: Annotated[tuple[str, ...], Doc("Names of optimiser passes to leave out (see camshaft inspect).")] = ()
+    kernels: Annotated[tuple[str, ...], Doc("Kernel choices to force, as op=implementation, "
+                                            "e.g. linear=ref.")] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("device", self.device, ("auto", *DEVICES))
+        check_int("max_batch_size", self.max_batch_size, 1, 4096)
+        if self.max_seq_len is not None:
+            check_int("max_seq_len", self.max_seq_len, 1)
+        check_int("max_num_tokens", self.max_num_tokens, 1)
+        if self.max_num_tokens < self.max_batch_size:
+            raise UserError("max_num_tokens", self.max_num_tokens, f"at least max_batch_size ({self.max_batch_size})",
+                            "Every running request needs one token a step: raise it or lower max_batch_size")
+        if self.page_size not in PAGE_SIZES:
+            raise UserError("page_size", self.page_size, "one of " + ", ".join(map(str, PAGE_SIZES)))
+        for choice in self.kernels:
+            if choice.count("=") != 1 or "" in choice.split("="):
+                raise UserError("kernels", choice, "op=implementation, e.g. linear=ref")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; ``BuildConfig(**data)`` with tuples restored reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> BuildConfig:
+        """Inverse of :meth:`to_dict`."""
+        return cls(**{**data, "skip_passes": tuple(data["skip_passes"]), "kernels": tuple(data["kernels"])})
+
+
+def resolve_build(cfg: BuildConfig, model: ModelConfig, *, device: str) -> BuildConfig:
+    """Replace every "auto" and None of ``cfg`` for ``model`` on ``device`` ("cpu" or "cuda")."""
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.checkpoint_dtype
+    longest = cfg.max_seq_len
+    if longest is None:
+        longest = min(model.max_position, DEFAULT_MAX_SEQ_LEN)
+    elif longest > model.max_position:
+        raise UserError("max_seq_len", longest, f"at most the model's {model.max_position} positions",
+                        "Lower max_seq_len, or use a model with a longer context")
+    return dataclasses.replace(cfg, dtype=dtype, device=device, max_seq_len=longest)

@@ -1,0 +1,39 @@
+"""What a KV cache must hold, as plain data: the part of an engine that executor and runtime share.
+
+Owns life cycles and page geometry; counts nothing and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LifeCycleSpec:
+    """Layers whose cached tokens live and die together, and the shape of one of their pages.
+
+    A page of one layer is ``[2, num_kv_heads, page_size, head_dim]`` (0 = keys, 1 = values);
+    a life cycle's pool is ``[num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]``.
+    Page 0 is the trash page: padding writes there, nothing reads it.
+    """
+
+    kind: str
+    """``"full"``: every token stays until its request ends."""
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    """Tokens a page."""
+    dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes one page takes over all layers of the life cycle."""
+        per_layer = 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return len(self.layers) * per_layer * _DTYPE_BYTES[self.dtype]
+
+    def pool_shape(self, num_pages: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of the pool tensor holding ``num_pages`` pages, the trash page included."""
+        return (len(self.layers), num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)

@@ -1,0 +1,1 @@
+"""Errors, ids, registry, environment, device facts and logging: what every layer may import."""

@@ -1,0 +1,72 @@
+"""Weights as recipes: a name, a shape, and how to read it, so that nothing is held twice.
+
+Owns reading, casting and joining lazily; file formats live in the frontend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileSpan:
+    """Bytes of a file that are exactly a weight, row-major and unpadded."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor that is read when someone needs it. ``read()`` may return a view of a mapped file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    span: FileSpan | None = None
+    """Where the same bytes already lie in a file; None once they are computed (cast, joined, dequantised)."""
+    origin: str = ""
+    """Tensor names in the checkpoint, for messages and ``camshaft inspect``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor when read."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    def cast(self, dtype: torch.dtype) -> Weight:
+        """The same weight in another dtype; itself when nothing changes."""
+        if dtype == self.dtype:
+            return self
+        return Weight(shape=self.shape, dtype=dtype, read=lambda: self.read().to(dtype), origin=self.origin)
+
+
+def constant(tensor: torch.Tensor, origin: str) -> Weight:
+    """A weight that is already in memory (small tables such as inverse frequencies)."""
+    return Weight(shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: tensor, origin=origin)
+
+
+def concat(parts: tuple[Weight, ...]) -> Weight:
+    """Rows of ``parts`` one after another (dimension 0); all else must agree."""
+    first = parts[0]
+    if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
+        raise ValueError(f"cannot join {[(part.origin, part.dtype, part.shape) for part in parts]}")
+    rows = sum(part.shape[0] for part in parts)
+
+    def read() -> torch.Tensor:
+        joined = torch.empty((rows, *first.shape[1:]), dtype=first.dtype)
+        start = 0
+        for part in parts:
+            joined[start:start + part.shape[0]] = part.read()
+            start += part.shape[0]
+        return joined
+
+    return Weight(shape=(rows, *first.shape[1:]), dtype=first.dtype, read=read,
+                  origin=" + ".join(part.origin for part in parts))
