@@ -1,0 +1,1 @@
+"""Program → engine: the recipe, and the on-disk engine cache."""

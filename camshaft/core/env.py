@@ -1,0 +1,45 @@
+"""The one reader of environment variables. Owns their names; values are read at the call, never at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from camshaft.core.errors import UserError
+
+VARIABLES = {
+    "CAMSHAFT_CACHE_DIR": "Folder of cached engines and downloads; default: ~/.cache/camshaft.",
+    "CAMSHAFT_CACHE_MAX_BYTES": "Most bytes of cached engines kept on disk; default: 50 GB.",
+    "CAMSHAFT_LOG": "Log level: debug, info, warning or error; default: warning.",
+    "CAMSHAFT_NUM_THREADS": "CPU threads of kernels; default: the cores this process may use.",
+    "CC": "C compiler of the CPU kernels; default: cc, gcc or clang, whichever is found. Set to none to do without.",
+    "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub, use what is cached.",
+    "HF_TOKEN": "Access token of the Hugging Face hub.",
+}
+"""Every variable the package reads, with its documentation."""
+
+
+def read(name: str) -> str | None:
+    """The value of a known variable; None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(name)
+    return os.environ.get(name) or None
+
+
+def read_int(name: str) -> int | None:
+    """The value of a known variable as a positive whole number; None when unset."""
+    text = read(name)
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) == 0:
+        raise UserError(name, text, "a positive whole number", "Mend the environment variable")
+    return int(text)
+
+
+def cache_dir() -> Path:
+    """Folder of cached engines and downloads. It may not exist or not be writable."""
+    chosen = read("CAMSHAFT_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "camshaft"

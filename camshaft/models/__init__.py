@@ -1,0 +1,1 @@
+"""Model definitions, one architecture family a file, found by scanning this folder."""

@@ -1,0 +1,20 @@
+"""Shared test settings: GPU tests skip without a device, and every test has an engine cache of its own."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory, monkeypatch):
+    """Point the engine cache at an empty folder, so no test sees another's engines."""
+    monkeypatch.setenv("CAMSHAFT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
