@@ -18,7 +18,7 @@ from camshaft.core.device import DeviceSpec
 from camshaft.core.registry import Registry
 
 NAMESPACE = "camshaft"
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # untyped in torch
 OPS: Registry[Op] = Registry("op")
 
 
@@ -110,8 +110,8 @@ class Op:
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
         self.impls: dict[str, Impl] = {}
-        _LIBRARY.define(spec.name + spec.schema)
-        _LIBRARY.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
+        _LIBRARY.define(spec.name + spec.schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(spec.name, spec.reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"{NAMESPACE}::{spec.name}", spec.fake, lib=_LIBRARY)
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), spec.name).default
         self.add(Impl(name="ref", device="any", fn=spec.reference, rank=-100))
@@ -137,6 +137,7 @@ class Op:
         return tuple(argument.name for argument in self.overload._schema.arguments)
 
     def __call__(self, *args: Any) -> Any:
+        """Run through the torch dispatcher, as export and the reference interpreter do."""
         return self.overload(*args)
 
 

@@ -1,0 +1,133 @@
+"""Compiles every family's ``cpu.c`` into one shared library and loads it.
+
+Owns the compiler's discovery, its flags and the library's file name. Where there is no compiler, or it
+fails, the answer is None with the reason logged: callers then use the torch implementations.
+
+``-ffast-math`` is left out on purpose: NaN and infinity must stay detectable. Sums are written with
+explicit lanes instead, which vectorises them and fixes their order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch  # noqa: F401 - its OpenMP runtime must be loaded before ours, so that both share one thread pool
+
+from camshaft.core import env
+from camshaft.core.device import probe_cpu
+from camshaft.core.errors import EngineCorruptError
+from camshaft.core.log import logger
+
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
+         "-fno-trapping-math", "-fPIC", "-fvisibility=default")
+_COMPILERS = ("cc", "gcc", "clang")
+_TIMEOUT_SECONDS = 300
+_FOLDER = Path(__file__).parent
+
+
+class _BuildError(Exception):
+    """The compiler said no; the text is its reason."""
+
+
+def source_files() -> tuple[Path, ...]:
+    """Every family's ``cpu.c``, sorted."""
+    return tuple(sorted(_FOLDER.glob("*/cpu.c")))
+
+
+def find_compiler() -> str | None:
+    """The C compiler command: ``CC`` ("none" does without), else the first of cc, gcc, clang on PATH; None without."""
+    chosen = env.read("CC")
+    if chosen is None:
+        return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if chosen.strip().lower() == "none":
+        return None
+    words = shlex.split(chosen)
+    if not words or shutil.which(words[0]) is None:
+        logger.warning("CC=%s is not a command on PATH; CPU kernels fall back to torch", chosen)
+        return None
+    return chosen
+
+
+def library_name(compiler: str) -> str:
+    """File name of the library, by a hash of sources, flags, compiler and CPU: equal names, equal code."""
+    return f"libcamshaft_cpu-{_fingerprint(compiler)}.so"
+
+
+@functools.lru_cache(maxsize=4)
+def _compiler_version(compiler: str) -> str:
+    return _run([*shlex.split(compiler), "--version"])
+
+
+def _fingerprint(compiler: str) -> str:
+    digest = hashlib.sha256()
+    cpu = probe_cpu()
+    facts = (compiler, _compiler_version(compiler), *FLAGS, cpu.name, *cpu.features)
+    digest.update("\0".join(facts).encode())
+    for path in (*source_files(), *sorted(_FOLDER.glob("**/*.h"))):
+        digest.update(str(path.relative_to(_FOLDER)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _BuildError(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        raise _BuildError(f"{shlex.join(command)} exited with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def compile_library(folder: Path) -> Path | None:
+    """Compile all families into ``folder`` (made if missing) and return the library's path.
+
+    An equal library already there is reused. None where there is no compiler, it fails, the folder
+    cannot be written, or the result cannot be loaded; the reason is logged. Safe against other
+    processes doing the same: the file appears by an atomic rename.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        logger.info("no C compiler: CPU kernels fall back to torch")
+        return None
+    try:
+        target = folder / library_name(compiler)
+        if not target.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, folder, target)
+        load_library(target)
+    except (OSError, _BuildError, EngineCorruptError) as error:
+        logger.warning("CPU kernels fall back to torch: %s", error)
+        return None
+    return target
+
+
+def _compile(compiler: str, folder: Path, target: Path) -> None:
+    command = [*shlex.split(compiler), *FLAGS]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".compile-") as scratch:
+        sources = source_files()
+        objects = [str(Path(scratch) / f"{source.parent.name}.o") for source in sources]
+        commands = [[*command, "-c", f"-I{_FOLDER}", str(source), "-o", made]
+                    for source, made in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(max_workers=max(1, probe_cpu().num_threads)) as pool:
+            list(pool.map(_run, commands))
+        linked = Path(scratch) / target.name
+        _run([*command, "-shared", *objects, "-o", str(linked), "-lm"])
+        os.replace(linked, target)
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a compiled library. Raises EngineCorruptError where the file is missing, damaged or not executable here."""
+    try:
+        return ctypes.CDLL(str(path.resolve()))
+    except OSError as error:
+        raise EngineCorruptError("native library", found=str(error), needed=f"a loadable {path.name}",
+                                 remedy="Build the engine again on this machine") from error
