@@ -1,0 +1,27 @@
+"""``camshaft build``: a checkpoint in, a self-contained engine folder out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from camshaft.cli.options import pick, with_options
+from camshaft.config.build import BuildConfig
+
+
+@with_options(Build=BuildConfig)
+def build(model: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
+          output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
+          revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")] = None,
+          **given: Any) -> None:
+    """Build an engine folder that needs nothing but itself."""
+    from camshaft.builder.build import build as build_engine
+    from camshaft.frontend.hub import resolve_model
+
+    path = resolve_model(model, revision=revision, show_progress=True)
+    engine = build_engine(path, pick(BuildConfig, given), output=output, show_progress=True)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    typer.echo(f"Engine in {output}: {len(engine.manifest.tensors)} tensors, {size / 1e6:.1f} MB. "
+               f"Run it with: camshaft run {output}")

@@ -1,0 +1,47 @@
+"""The ``camshaft`` command: its subcommands, and how errors leave it (in words, exit code 1)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import camshaft
+from camshaft.cli.build import build
+from camshaft.cli.inspect import inspect
+from camshaft.cli.run import run
+from camshaft.core.errors import CamshaftError
+
+app = typer.Typer(name="camshaft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Run large language models: build once, run optimised, schedule dynamically.")
+app.command()(run)
+app.command()(build)
+app.command()(inspect)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"camshaft {camshaft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+                                                help="Print the version and exit.")] = False) -> None:
+    """Run large language models: build once, run optimised, schedule dynamically."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except CamshaftError as error:
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("Stopped.", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)

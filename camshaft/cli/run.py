@@ -1,0 +1,90 @@
+"""``camshaft run``: one prompt in, an answer streamed out, a line of rates at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from camshaft.cli.options import pick, with_options
+from camshaft.config.build import BuildConfig
+from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
+from camshaft.config.sampling import SamplingFields, SamplingParams
+from camshaft.core.errors import UserError
+
+if TYPE_CHECKING:
+    from camshaft.api.llm import LLM
+    from camshaft.api.outputs import RequestOutput
+
+DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
+DEFAULT_MAX_TOKENS = 128
+
+
+@with_options(Sampling=SamplingFields, Build=BuildConfig, KV_cache=KvCacheConfig, Scheduler=SchedulerConfig)
+def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, engine folder or hub id; "
+                                                         "default: SmolLM2-135M-Instruct.")] = None,
+        prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to say; - reads standard input. "
+                                                   f"[default: {DEFAULT_PROMPT}]")] = None,
+        raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat "
+                                                        "template.")] = False,
+        revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")] = None,
+        no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the engine cache.")] = False,
+        **given: Any) -> None:
+    """Answer one prompt, token by token."""
+    text = _prompt_text(prompt)
+    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | _sampling(given))
+    build = pick(BuildConfig, given)
+    kv_cache, scheduler = pick(KvCacheConfig, given), pick(SchedulerConfig, given)
+    if model is None:
+        typer.echo("No model given: using the default, SmolLM2-135M-Instruct (Apache-2.0).", err=True)
+    from camshaft.api.llm import LLM
+
+    started = time.perf_counter()
+    with LLM(model, revision=revision, build=build, kv_cache=kv_cache, scheduler=scheduler, use_cache=not no_cache,
+             show_progress=True) as llm:
+        typer.echo(llm.summary, err=True)
+        _answer(llm, text, params, raw=raw, started=started)
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    names = SamplingFields.__dataclass_fields__
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt != "-":
+        return DEFAULT_PROMPT if prompt is None else prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError("prompt", "-", "UTF-8 text on standard input", f"Byte {error.start} is not UTF-8") from error
+
+
+def _answer(llm: LLM, text: str, params: SamplingParams, *, raw: bool, started: float) -> None:
+    use_template = llm.has_chat_template and not raw
+    ids: Any = llm.apply_chat_template([{"role": "user", "content": text}]) if use_template else text
+    asked = time.perf_counter()
+    first, last = None, None
+    for output in _stream(llm, ids, params):
+        first = first or time.perf_counter()
+        typer.echo(output.outputs[0].text_diff, nl=False)
+        sys.stdout.flush()
+        last = output
+    typer.echo("")
+    if last is not None and first is not None:
+        typer.echo(_rates(last, started=started, asked=asked, first=first, ended=time.perf_counter()), err=True)
+
+
+def _stream(llm: LLM, ids: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    yield from llm.generate_async(ids, params)
+
+
+def _rates(output: RequestOutput, *, started: float, asked: float, first: float, ended: float) -> str:
+    num_prompt, num_new = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    decode = (num_new - 1) / (ended - first) if num_new > 1 else 0.0
+    return (f"[{num_prompt} prompt tokens, first token after {first - asked:.2f} s · {num_new} new tokens, "
+            f"{decode:.1f} tokens/s · ready in {asked - started:.1f} s · {output.outputs[0].finish_reason}]")
+

@@ -1,0 +1,91 @@
+"""The house rules that a machine can hold: sizes, names, docstrings, ambient state, layers."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "camshaft"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_MODULE_LINES = 450
+MAX_FUNCTION_LINES = 60
+MAX_TRITON_LINES = 120
+BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|misc|new|legacy|v\d+)(_|$)")
+
+
+def ids(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(params=MODULES, ids=ids, scope="module")
+def module(request):
+    return request.param, ast.parse(request.param.read_text(encoding="utf-8"))
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_modules_and_functions_are_small(module):
+    path, tree = module
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_MODULE_LINES, f"{lines} lines: split by responsibility"
+    for function in functions(tree):
+        jitted = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        length = function.end_lineno - function.lineno + 1
+        assert length <= (MAX_TRITON_LINES if jitted else MAX_FUNCTION_LINES), f"{function.name}: {length} lines"
+
+
+def test_names_say_what_they_hold(module):
+    path, _ = module
+    assert not BANNED_NAMES.search(path.stem), f"{path.stem} names no responsibility"
+    assert not any(BANNED_NAMES.search(part) for part in path.relative_to(PACKAGE).parts[:-1])
+
+
+def test_every_module_opens_with_its_contract(module):
+    path, tree = module
+    assert ast.get_docstring(tree), f"{path} has no module docstring"
+
+
+def test_no_ambient_state(module):
+    path, tree = module
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            reads = node.attr in ("environ", "getenv")
+            assert not reads or path == PACKAGE / "core" / "env.py", f"{path}:{node.lineno} reads the environment"
+
+
+def test_nothing_is_left_for_later(module):
+    path, _ = module
+    left = re.findall(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text(encoding="utf-8"))
+    assert not left, f"{path} leaves {left}"
+
+
+def test_no_pickle(module):
+    path, tree = module
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert "pickle" not in names, f"{path}:{node.lineno} imports pickle"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("torch.load", "torch.save"), f"{path}:{node.lineno} pickles"
+
+
+def test_layers_hold():
+    run = subprocess.run([str(Path(sys.executable).parent / "lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, camshaft; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_tests_have_names_of_their_own():
+    stems = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(stems) == len(set(stems)), sorted({name for name in stems if stems.count(name) > 1})

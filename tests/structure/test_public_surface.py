@@ -1,0 +1,82 @@
+"""The written public surface. A change edits the golden file and adds a changelog entry.
+
+To rewrite the goldens: ``python tests/structure/test_public_surface.py``.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import camshaft
+from camshaft.config.build import BuildConfig
+from camshaft.config.doc import field_docs
+from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
+from camshaft.config.sampling import UNSUPPORTED_DEFAULTS, SamplingFields
+from camshaft.core.env import VARIABLES
+from camshaft.engine.manifest import FORMAT_VERSION, Manifest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def config_fields():
+    configs = (BuildConfig, KvCacheConfig, SchedulerConfig, SamplingFields)
+    return {config.__name__: {field.name: repr(field.default) for field in field_docs(config)} for config in configs}
+
+
+def command_line():
+    from typer.main import get_command
+
+    from camshaft.cli.main import app
+
+    commands = get_command(app).commands
+    return {name: sorted(option for parameter in command.params for option in parameter.opts)
+            for name, command in sorted(commands.items())}
+
+
+SURFACES = {
+    "package": lambda: sorted(camshaft.__all__),
+    "config": config_fields,
+    "refused_sampling_params": lambda: {name: UNSUPPORTED_DEFAULTS[name] for name in sorted(UNSUPPORTED_DEFAULTS)},
+    "environment": lambda: sorted(VARIABLES),
+    "manifest": lambda: {"format_version": FORMAT_VERSION,
+                         "fields": [field.name for field in dataclasses.fields(Manifest)]},
+    "command_line": command_line,
+}
+
+
+def rendered(surface):
+    return json.dumps(SURFACES[surface](), indent=1, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize("surface", sorted(SURFACES))
+def test_surface_matches_its_golden(surface):
+    assert rendered(surface) == (GOLDEN / f"{surface}.json").read_text(encoding="utf-8")
+
+
+def test_all_is_sorted_and_resolves():
+    assert camshaft.__all__ == sorted(camshaft.__all__)
+    for name in camshaft.__all__:
+        assert getattr(camshaft, name) is not None
+
+
+@pytest.mark.parametrize("config", [BuildConfig, KvCacheConfig, SchedulerConfig, SamplingFields])
+def test_every_option_is_documented(config):
+    for field in field_docs(config):
+        assert field.doc.endswith("."), f"{config.__name__}.{field.name} needs a documented sentence"
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_DEFAULTS))
+def test_a_parameter_without_an_engine_behind_it_is_refused_by_name(name):
+    default = UNSUPPORTED_DEFAULTS[name]
+    asked = (not default) if isinstance(default, bool) else 2
+    with pytest.raises(camshaft.UserError, match=name) as refused:
+        camshaft.SamplingParams(**{name: asked})
+    assert refused.value.field == name
+    assert camshaft.SamplingParams(**{name: default}) == camshaft.SamplingParams()
+
+
+if __name__ == "__main__":
+    for each in SURFACES:
+        (GOLDEN / f"{each}.json").write_text(rendered(each), encoding="utf-8")
