@@ -1,6 +1,7 @@
 # Sourced by the other scripts: makes the project's virtual environment and keeps it in step with pyproject.toml.
 # Usage: source scripts/environment.sh EXTRAS   (EXTRAS: "", test or dev)
 set -euo pipefail
+caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 environment="${CAMSHAFT_ENV:-.venv}"

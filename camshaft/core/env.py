@@ -15,6 +15,7 @@ VARIABLES = {
     "CC": "C compiler of the CPU kernels; default: cc, gcc or clang, whichever is found. Set to none to do without.",
     "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub, use what is cached.",
     "HF_TOKEN": "Access token of the Hugging Face hub.",
+    "XDG_CACHE_HOME": "Folder of all caches; CAMSHAFT_CACHE_DIR goes before it.",
 }
 """Every variable the package reads, with its documentation."""
 
@@ -41,5 +42,5 @@ def cache_dir() -> Path:
     chosen = read("CAMSHAFT_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
+    home = read("XDG_CACHE_HOME")
     return (Path(home) if home else Path("~/.cache").expanduser()) / "camshaft"
