@@ -1,0 +1,161 @@
+"""Contracts of ``attention`` and ``paged_attention``, in readable torch.
+
+Owns the meaning of causality, window and soft cap. Half precision is computed in float32. Shapes are
+static and nothing is read back to the host, so the references also run under a captured CUDA graph.
+
+Shapes: T tokens, R rows, P pages, C columns of the page table, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from camshaft.kernels.op import OpSpec, Sample, define_op
+
+
+def _weights(scores: torch.Tensor, visible: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Softmax over the last dim of the visible scores; a query that sees nothing gets zeros."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -math.inf)
+    return torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+
+
+def _grouped(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """q [T, Hq, D] as [T, Hkv, G, D] in the dtype attention is computed in."""
+    compute = q.dtype if q.dtype == torch.float64 else torch.float32
+    return q.to(compute).unflatten(1, (num_kv_heads, q.shape[1] // num_kv_heads))
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
+              softcap: float | None) -> torch.Tensor:
+    """Causal attention over T packed tokens as one sequence: q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D].
+
+    Head h reads KV head ``h // (Hq / Hkv)``. Token i sees j with ``i - window < j <= i``. A score s becomes
+    ``softcap * tanh(s / softcap)``. ``layer`` names the cache this call will use once it is lowered.
+    """
+    del layer
+    grouped = _grouped(q, k.shape[1])
+    index = torch.arange(q.shape[0], device=q.device)
+    visible = index[None, :] <= index[:, None]
+    if window is not None:
+        visible &= index[None, :] > index[:, None] - window
+    scores = torch.einsum("ihgd,jhd->hgij", grouped, k.to(grouped.dtype)) * scale
+    weights = _weights(scores, visible, softcap)
+    return torch.einsum("hgij,jhd->ihgd", weights, v.to(grouped.dtype)).reshape(q.shape).to(q.dtype)
+
+
+def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+                    seq_lens: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    """Causal attention against cached tokens: q [T, Hq, D], kv_pool [P, 2, Hkv, page, D] -> [T, Hq, D].
+
+    Row r has ``seq_lens[r]`` tokens cached, the i-th in page ``page_table[r, i // page]``; its queries are
+    ``q[query_start[r]:query_start[r + 1]]`` (perhaps none) and belong to its last positions. Nothing outside
+    the tokens a row can see influences the result: not NaN in unused slots, nor the page table beyond them.
+    page_table [R, C], query_start [R + 1] and seq_lens [R] are int32.
+    """
+    num_rows, (num_kv_heads, page_size) = seq_lens.shape[0], kv_pool.shape[2:4]
+    grouped = _grouped(q, num_kv_heads)
+    slot = torch.arange(page_table.shape[1] * page_size, device=q.device)
+    first_position = seq_lens - query_start.diff()
+    lowest = torch.zeros_like(first_position) if window is None else first_position - window + 1
+    live = (slot < seq_lens[:, None]) & (slot >= lowest[:, None])
+    pages = page_table.masked_fill(~live.unflatten(1, (-1, page_size)).any(2), 0)
+    keys, values = (
+        kv_pool[pages, side].transpose(2, 3).flatten(1, 2).to(grouped.dtype).masked_fill(~live[:, :, None, None], 0.0)
+        for side in (0, 1)
+    )
+    token = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
+    row = (torch.searchsorted(query_start, token, right=True) - 1).clamp(max=max(num_rows - 1, 0))
+    position = first_position[row] + token - query_start[row]
+    visible = live[row] & (slot <= position[:, None])
+    if window is not None:
+        visible &= slot > position[:, None] - window
+    own_row = torch.arange(num_rows, device=q.device) == row[:, None]
+    mask = (own_row[:, :, None] & visible[:, None, :]).flatten(1)
+    scores = torch.einsum("thgd,rshd->hgtrs", grouped, keys).flatten(3) * scale
+    weights = _weights(scores, mask, softcap)
+    return torch.einsum("hgts,shd->thgd", weights, values.flatten(0, 1)).reshape(q.shape).to(q.dtype)
+
+
+def _same_as_q(q: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
+    """(name, T, Hq, Hkv, D, window, softcap) at the sizes where implementations break."""
+    cases = (
+        ("empty", 0, 2, 2, 8, None, None), ("one", 1, 4, 4, 16, None, None), ("mqa", 5, 6, 1, 20, None, None),
+        ("grouped", 33, 6, 2, 64, None, None), ("window", 19, 4, 2, 32, 7, None), ("softcap", 9, 4, 2, 32, None, 5.0),
+        ("window_one", 9, 2, 2, 8, 1, None),
+    )
+    for name, tokens, heads, kv_heads, size, window, softcap in cases:
+        merged = torch.randn(tokens, heads + 2 * kv_heads, size, generator=generator).to(device, dtype)
+        q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+        yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap))
+
+
+def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Generator, *,
+                 rows: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), head_dim: int = 16,
+                 page_size: int = 16, window: int | None = None, softcap: float | None = None,
+                 ) -> tuple[object, ...]:
+    """Arguments of ``paged_attention`` for ``rows`` of (cached tokens before this step, queries).
+
+    ``heads`` is (Hq, Hkv). q is a view into a wider merged tensor. Pages lie shuffled in a pool twice as
+    large as needed; every slot that no row may see holds NaN, and unused page-table columns a poisoned page.
+    """
+    num_tokens = sum(queries for _, queries in rows)
+    pages_of = [-(-(past + queries) // page_size) for past, queries in rows]
+    columns = max([*pages_of, 0]) + 1
+    pool = torch.full((2 * sum(pages_of) + 2, 2, heads[1], page_size, head_dim), math.nan)
+    order = (torch.randperm(len(pool) - 1, generator=generator) + 1).tolist()
+    table = torch.full((len(rows), columns), order.pop(), dtype=torch.int32)
+    for index, (past, queries) in enumerate(rows):
+        first_visible = 0 if window is None else max(0, past - window + 1)
+        for column in range(first_visible // page_size, pages_of[index]):
+            page = order.pop()
+            table[index, column] = page
+            start = max(first_visible - column * page_size, 0)
+            stop = min(past + queries - column * page_size, page_size)
+            pool[page, :, :, start:stop] = torch.randn(2, heads[1], max(stop - start, 0), head_dim, generator=generator)
+    merged = torch.randn(num_tokens, heads[0] + 3, head_dim, generator=generator).to(device, dtype)
+    starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
+    lens = torch.tensor([past + queries for past, queries in rows], dtype=torch.int32)
+    return (merged[:, 2:2 + heads[0]], pool.to(device, dtype), table.to(device), starts.to(device), lens.to(device),
+            head_dim**-0.5, window, softcap)
+
+
+def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
+    def sample(name: str, rows: tuple[tuple[int, int], ...], **options: object) -> Sample:
+        return Sample(name, paged_sample(dtype, device, generator, rows=rows, **options))  # type: ignore[arg-type]
+
+    yield sample("empty", ((5, 0), (16, 0)))
+    yield sample("one", ((0, 1),))
+    yield sample("decode_page_edges", ((14, 1), (15, 1), (16, 1), (30, 1), (31, 1)))
+    yield sample("mixed_with_idle_rows", ((40, 1), (9, 0), (0, 17), (20, 13), (3, 0)))
+    yield sample("prefill_off_block", ((0, 131),), heads=(6, 2), head_dim=64)
+    yield sample("decode_long", ((700, 1), (260, 1)), heads=(9, 3), head_dim=64)
+    yield sample("mha", ((10, 3), (33, 1)), heads=(3, 3), head_dim=80)
+    yield sample("mqa_wide", ((70, 5),), heads=(8, 1), head_dim=128)
+    yield sample("odd_head_size", ((20, 6), (4, 1)), heads=(4, 2), head_dim=20, page_size=4)
+    for past in (6, 7, 8):
+        yield sample(f"window_8_at_{past}", ((past, 1), (0, past)), window=8, page_size=4)
+    yield sample("window_long", ((200, 90),), window=70, head_dim=32)
+    yield sample("softcap", ((20, 5), (64, 1)), softcap=5.0, head_dim=32)
+
+
+attention_op = define_op(OpSpec(
+    name="attention",
+    schema="(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap) -> Tensor",
+    reference=attention, fake=_same_as_q, samples=_attention_samples,
+))
+
+paged_attention_op = define_op(OpSpec(
+    name="paged_attention",
+    schema="(Tensor q, Tensor kv_pool, Tensor page_table, Tensor query_start, Tensor seq_lens, float scale, "
+           "int? window, float? softcap) -> Tensor",
+    reference=paged_attention, fake=_same_as_q, samples=_paged_samples,
+))

@@ -1,0 +1,1 @@
+"""Sampling: from a row of logits to a token, and the uniform numbers it takes."""
