@@ -80,7 +80,8 @@ def _result(val: Any, symbols: dict[sympy.Symbol, str]) -> Any:
     if isinstance(val, tuple | list):
         return [_result(part, symbols) for part in val]
     if isinstance(val, torch.Tensor):
-        sizes = (str(nodes.size_expr(size).subs(symbols)).replace(" ", "") for size in val.shape)
+        letters = {symbol: sympy.Symbol(name) for symbol, name in symbols.items()}
+        sizes = (str(nodes.size_expr(size).xreplace(letters)).replace(" ", "") for size in val.shape)
         return f"{str(val.dtype).removeprefix('torch.')}[{','.join(sizes)}]"
     return None if val is None else "size"
 
