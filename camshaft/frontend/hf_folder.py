@@ -1,0 +1,139 @@
+"""A Hugging Face model folder: config.json, generation_config.json, safetensors and tokenizer files.
+
+Owns reading those files. Which fields matter is the model family's business; the tokenizer's contents are passed on.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from camshaft.config.model import GenerationDefaults, ModelConfig
+from camshaft.core.errors import CheckpointError
+from camshaft.core.log import logger
+from camshaft.frontend.checkpoint import TOKENIZER_FILES, Checkpoint
+from camshaft.frontend.safetensors_files import folder_weights
+
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
+_STORAGE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class HfFolderCheckpoint(Checkpoint):
+    """A folder as ``save_pretrained`` writes it. Opening reads headers; ``config`` is worked out on first use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config_data = _read_json(path / _CONFIG)
+        self.tensors, weight_files = folder_weights(path)
+        self.generation = _generation_defaults(path, self._config_data)
+        extras = (_CONFIG, _GENERATION, *TOKENIZER_FILES, _TEMPLATE, _SPECIAL_TOKENS)
+        self.files = (*(path / name for name in extras if (path / name).is_file()), *weight_files)
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:  # type: ignore[override]
+        """The model's shape. CheckpointError when the architecture or one of its settings is not supported."""
+        from camshaft.models.registry import family_of
+
+        data = self._config_data
+        architectures = data.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise CheckpointError("config.json architectures", architectures, "a list with the model's class name",
+                                  "The folder may hold a part of a model, such as an adapter")
+        if data.get("quantization_config"):
+            raise CheckpointError("config.json quantization_config", data["quantization_config"],
+                                  "a checkpoint that is not quantised", "Use the original model, or a GGUF file")
+        config = family_of(architectures[0]).config_from_hf(data)
+        return dataclasses.replace(config, checkpoint_dtype=self._storage_dtype())
+
+    def _storage_dtype(self) -> str:
+        held: collections.Counter[str] = collections.Counter()
+        for weight in self.tensors.values():
+            held[str(weight.dtype).removeprefix("torch.")] += weight.num_bytes
+        most = held.most_common(1)[0][0] if held else "float32"
+        return most if most in _STORAGE_DTYPES else "float32"
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """See :meth:`Checkpoint.tokenizer_files`. A template file of its own takes the place of the one inside."""
+        tokenizer, settings = TOKENIZER_FILES
+        if not (self.path / tokenizer).is_file():
+            if (self.path / "tokenizer.model").is_file():
+                logger.warning("%s has tokenizer.model but no tokenizer.json: only token ids work; convert it with "
+                               "transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)", self.path)
+            return {}
+        merged: dict[str, Any] = {}
+        for name in (_SPECIAL_TOKENS, settings):
+            if (self.path / name).is_file():
+                merged |= {key: value for key, value in _read_json(self.path / name).items() if value is not None}
+        if (self.path / _TEMPLATE).is_file():
+            merged["chat_template"] = _read_text(self.path / _TEMPLATE)
+        elif isinstance(merged.get("chat_template"), list):
+            merged["chat_template"] = _default_template(merged["chat_template"])
+        return {tokenizer: (self.path / tokenizer).read_bytes(),
+                settings: json.dumps(merged, ensure_ascii=False).encode("utf-8")}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(str(path), str(error), "text in UTF-8", "Download the file again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(_read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(str(path), str(error), "a JSON file", "Download the file again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(str(path), type(data).__name__, "a JSON object", "Download the file again")
+    return data
+
+
+def _default_template(templates: list[Any]) -> str | None:
+    """The template called "default" in the form that names several."""
+    for entry in templates:
+        if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
+            return str(entry["template"])
+    return None
+
+
+def _token_ids(field: str, value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise CheckpointError(field, value, "a token id, a list of them, or null")
+    return tuple(dict.fromkeys(ids))
+
+
+def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
+    """What ends and shapes generation: generation_config.json, else config.json.
+
+    Sampling settings count only where the file turns sampling on (``do_sample``), as in transformers.
+    """
+    own = _read_json(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+
+    def ids(name: str) -> tuple[int, ...]:
+        source, data = (_GENERATION, own) if own.get(name) is not None else (_CONFIG, config)
+        return _token_ids(f"{source} {name}", data.get(name))
+
+    def first(name: str) -> int | None:
+        found = ids(name)
+        return found[0] if found else None
+
+    sampled = own if own.get("do_sample") is True else {}
+    for name in ("temperature", "top_p", "top_k"):
+        value = sampled.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
+            raise CheckpointError(f"{_GENERATION} {name}", value, "a number of 0 or more, or null")
+    temperature, top_k = sampled.get("temperature"), sampled.get("top_k")
+    if sampled and temperature is None:
+        temperature = 1.0
+    return GenerationDefaults(
+        eos_token_ids=ids("eos_token_id"), bos_token_id=first("bos_token_id"), pad_token_id=first("pad_token_id"),
+        temperature=temperature, top_k=int(top_k) if top_k is not None else None,
+        top_p=sampled.get("top_p"))

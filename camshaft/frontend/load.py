@@ -1,0 +1,21 @@
+"""The whole way from an opened checkpoint to a Program: settle the head, bind the weights, export the definition."""
+
+from __future__ import annotations
+
+import torch
+
+from camshaft.frontend.checkpoint import Checkpoint
+from camshaft.frontend.export import export_program
+from camshaft.frontend.weights import bind_weights, settle_head
+from camshaft.ir.program import Program
+from camshaft.models.registry import family_of
+
+
+def program_from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Program:
+    """The Program of ``checkpoint`` computing in ``dtype``. CheckpointError where tensors and configuration differ.
+
+    ``program.config`` says what the tensors say: its ``tie_word_embeddings`` may differ from the checkpoint's.
+    """
+    family = family_of(checkpoint.config.architecture)
+    config, tensors = settle_head(family, checkpoint.config, checkpoint.tensors)
+    return export_program(config, bind_weights(family, config, tensors), dtype)
