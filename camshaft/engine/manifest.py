@@ -26,6 +26,12 @@ class TensorEntry:
     shape: tuple[int, ...]
     crc32: int
 
+    def __post_init__(self) -> None:
+        numbers = (self.offset, self.crc32, *self.shape)
+        if not all(isinstance(text, str) for text in (self.file, self.dtype)) or not all(
+                type(number) is int for number in numbers):
+            raise TypeError(f"tensor entry of other types: {self.file!r}, {self.dtype!r}, {numbers}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
@@ -33,6 +39,10 @@ class FileEntry:
 
     file: str
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.file, str) or not isinstance(self.sha256, str):
+            raise TypeError(f"file entry of other types: {self.file!r}, {self.sha256!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +81,33 @@ class Manifest:
     """Upper bound of activation memory of a step at the limits."""
     weights_id: str
     """Hash identifying model + weights; the ``model`` field of prefix scopes."""
+    self_contained: bool = True
+    """False only for a cache engine: its tensors may name files outside the engine folder."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; :meth:`from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError for data of another shape."""
+        native = data["native"]
+        rest = {name: data[name] for name in ("format_version", "camshaft_version", "torch_version",
+                                              "activation_peak_bytes", "weights_id", "self_contained")}
+        return cls(
+            **rest,
+            model=ModelConfig.from_dict(data["model"]),
+            generation=GenerationDefaults(**{**data["generation"],
+                                             "eos_token_ids": tuple(data["generation"]["eos_token_ids"])}),
+            build=BuildConfig.from_dict(data["build"]),
+            device=DeviceRequirement(kind=data["device"]["kind"], features=tuple(data["device"]["features"])),
+            life_cycles=tuple(LifeCycleSpec(**{**spec, "layers": tuple(spec["layers"])})
+                              for spec in data["life_cycles"]),
+            graph=FileEntry(**data["graph"]),
+            native=None if native is None else FileEntry(**native),
+            tokenizer=tuple(FileEntry(**entry) for entry in data["tokenizer"]),
+            tensors={name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
+                     for name, entry in data["tensors"].items()},
+            history=tuple(data["history"]),
+            kernels=tuple(data["kernels"]),
+        )
