@@ -1,0 +1,220 @@
+"""tokenizer.json and tokenizer_config.json from the metadata of a GGUF file.
+
+Owns the two vocabularies GGUF files of decoders hold, byte-level BPE ("gpt2") and SentencePiece BPE ("llama"),
+and the splitting rules their ``pre`` names stand for; an unknown name is refused, because guessing one
+gives other token ids without a word. Reads no files and needs neither transformers nor sentencepiece.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from camshaft.core.errors import CheckpointError
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SPACE = "\u2581"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        _byte_level(use_regex=False)]}
+
+
+def _digits() -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True},
+                                                  _byte_level(use_regex=True)]}
+
+
+def _splitter(pre: str) -> tuple[dict[str, Any], bool]:
+    """The pre-tokenizer of a ``pre`` name, and whether whole words in the vocabulary bypass the merges."""
+    if pre in ("gpt-2", "default"):
+        return _byte_level(use_regex=True), False
+    if pre in ("smollm", "starcoder", "refact"):
+        return _digits(), False
+    if pre in ("llama-bpe", "llama3", "llama-v3"):
+        return _split(_LLAMA3), True
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        return _split(_QWEN2), False
+    if pre == "tekken":
+        return _split(_TEKKEN), True
+    raise CheckpointError("tokenizer.ggml.pre", pre, "one of gpt-2, default, smollm, starcoder, refact, llama-bpe, "
+                          "llama3, llama-v3, qwen2, deepseek-r1-qwen, tekken",
+                          "Use the model's Hugging Face folder, or pass token ids (skip_tokenizer_init=True)")
+
+
+def rebuild_tokenizer(metadata: dict[str, Any]) -> dict[str, bytes]:
+    """Contents of the two files by name; empty when the metadata holds no tokenizer.
+
+    Raises CheckpointError for a kind of vocabulary or splitting rule that is not known, and for one that
+    contradicts itself.
+    """
+    model = metadata.get("tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
+        return {}
+    tokens, types = _tokens(metadata)
+    if model == "gpt2":
+        document = _byte_level_document(metadata, tokens)
+    elif model == "llama":
+        document = _sentencepiece_document(metadata, tokens, types)
+    else:
+        raise CheckpointError("tokenizer.ggml.model", model, "'gpt2' (byte-level BPE) or 'llama' (SentencePiece BPE)",
+                              "Use the model's Hugging Face folder, or pass token ids (skip_tokenizer_init=True)")
+    special = {name: _special(metadata, tokens, key) for name, key in (
+        ("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))}
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or _starts_with_bos(metadata)))
+    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    document["added_tokens"] = _added_tokens(tokens, types, set(special.values()))
+    document["post_processor"] = _post_processor(special["bos_token"] if add_bos else None,
+                                                 special["eos_token"] if add_eos else None, tokens)
+    settings = {"add_bos_token": add_bos, "add_eos_token": add_eos, "clean_up_tokenization_spaces": False,
+                "tokenizer_class": "PreTrainedTokenizerFast", **special}
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
+        settings["chat_template"] = template
+    return {"tokenizer.json": json.dumps(document, ensure_ascii=False).encode(),
+            "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2).encode()}
+
+
+def _starts_with_bos(metadata: dict[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+
+
+def _tokens(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise CheckpointError("tokenizer.ggml.tokens", tokens, "a list of strings", "Convert the file again")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        return tokens, [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError("tokenizer.ggml.token_type", len(types), f"one type for each of {len(tokens)} tokens",
+                              "Convert the file again")
+    return tokens, [int(kind) for kind in types]
+
+
+def _special(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
+    name = f"tokenizer.ggml.{key}_token_id"
+    found = metadata.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, int) or not 0 <= found < len(tokens):
+        raise CheckpointError(name, found, f"a token id below {len(tokens)}", "Convert the file again")
+    return tokens[found]
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+        raise CheckpointError("tokenizer.ggml.tokens", twice, "tokens that differ from each other",
+                              "Convert the file again")
+    return vocabulary
+
+
+def _document(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model, **parts}
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": vocabulary, "merges": merges, **options}
+
+
+def _byte_level_document(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    splitter, whole_words = _splitter(metadata.get("tokenizer.ggml.pre", "default"))
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError("tokenizer.ggml.merges", merges, "a list of merges", "Convert the file again")
+    vocabulary = _vocabulary(tokens)
+    pairs = []
+    for merge in merges:
+        left, _, right = str(merge).partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise CheckpointError("tokenizer.ggml.merges", merge, "two tokens of the vocabulary that make a third",
+                                  "Convert the file again")
+        pairs.append([left, right])
+    return _document(_bpe(vocabulary, pairs, ignore_merges=whole_words), pre_tokenizer=splitter,
+                     decoder=_byte_level(use_regex=True))
+
+
+def _sentencepiece_document(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError("tokenizer.ggml.scores", None if scores is None else len(scores),
+                              f"one score for each of {len(tokens)} tokens", "Convert the file again")
+    vocabulary = _vocabulary(tokens)
+    unknown = _special(metadata, tokens, "unknown")
+    if unknown is None and _UNKNOWN in types:
+        unknown = tokens[types.index(_UNKNOWN)]
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    normalizers: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                                      {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    model = _bpe(vocabulary, _merges_by_score(vocabulary, [float(score) for score in scores], types),
+                 unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    return _document(model, normalizer={"type": "Sequence", "normalizers": normalizers},
+                     decoder={"type": "Sequence", "decoders": decoders})
+
+
+def _merges_by_score(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
+    """Every way to make a token of two others, best score first: SentencePiece merges by score, BPE by rank.
+
+    Tokens that never come out of merging (control, unknown, bytes) take no part.
+    """
+    apart = (_UNKNOWN, _CONTROL, _BYTE)
+    merges = []
+    for token, index in vocabulary.items():
+        if types[index] in apart:
+            continue
+        for cut in range(1, len(token)):
+            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
+            if left is not None and right is not None and types[left] not in apart and types[right] not in apart:
+                merges.append((-scores[index], index, left, right, token[:cut], token[cut:]))
+    merges.sort()
+    return [[left, right] for *_, left, right in merges]
+
+
+def _added_tokens(tokens: list[str], types: list[int], named: set[str | None]) -> list[dict[str, Any]]:
+    """Tokens that are matched whole in the text. Those that hold the space sign are matched after normalising."""
+    added = []
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        special = kind == _CONTROL or (kind == _UNKNOWN and token in named)
+        if special or kind == _USER_DEFINED:
+            added.append({"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": not special and _SPACE in token, "special": special})
+    return added
+
+
+def _post_processor(bos: str | None, eos: str | None, tokens: list[str]) -> dict[str, Any] | None:
+    if bos is None and eos is None:
+        return None
+
+    def template(*sequences: tuple[str, int]) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for name, kind in sequences:
+            parts += [{"SpecialToken": {"id": bos, "type_id": kind}}] if bos is not None else []
+            parts += [{"Sequence": {"id": name, "type_id": kind}}]
+            parts += [{"SpecialToken": {"id": eos, "type_id": kind}}] if eos is not None else []
+        return parts
+
+    return {"type": "TemplateProcessing", "single": template(("A", 0)), "pair": template(("A", 0), ("B", 1)),
+            "special_tokens": {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
+                               for token in (bos, eos) if token is not None}}
