@@ -1,0 +1,1 @@
+"""The paged KV cache's books: life cycles, pools, prefix tree, eviction, and the manager that is their only door."""

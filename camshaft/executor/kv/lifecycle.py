@@ -1,0 +1,64 @@
+"""Life cycles: which cached tokens of a sequence a group of layers still reads.
+
+Owns reach, the one question in which full attention, sliding windows and sinks differ. Everything else
+(what a prefix match must find, what may be dropped while running, how eviction may cut the prefix
+tree) follows from the answer, so a new kind is one class here and no change to the manager.
+"""
+
+from __future__ import annotations
+
+import abc
+
+from camshaft.config.kv import LifeCycleSpec
+from camshaft.core.registry import Registry
+
+
+class LifeCycle(abc.ABC):
+    """Reach of one group of layers, in page columns (column i holds positions from ``i * page_size``)."""
+
+    def __init__(self, spec: LifeCycleSpec) -> None:
+        self.page_size = spec.page_size
+
+    @property
+    @abc.abstractmethod
+    def whole_prefix(self) -> bool:
+        """Whether every earlier token is read until the end: nothing is dropped, only leaves may be evicted."""
+
+    @abc.abstractmethod
+    def out_of_reach(self, num_tokens: int) -> range:
+        """Page columns that no token at a position >= ``num_tokens`` reads any more.
+
+        A sequence may continue from ``num_tokens`` cached tokens exactly when every other column holding
+        some of them has its page. ``start`` is constant (the sinks before it stay) and ``stop`` never falls
+        as ``num_tokens`` grows.
+        """
+
+    @abc.abstractmethod
+    def max_pages(self, num_tokens: int) -> int:
+        """Most pages a sequence that grows to ``num_tokens`` holds at any time."""
+
+
+LIFE_CYCLES: Registry[type[LifeCycle]] = Registry("KV life cycle")
+
+
+@LIFE_CYCLES.register("full")
+class FullAttention(LifeCycle):
+    """Every token is read until its request ends."""
+
+    @property
+    def whole_prefix(self) -> bool:
+        """Always."""
+        return True
+
+    def out_of_reach(self, num_tokens: int) -> range:
+        """Nothing ever is."""
+        return range(0)
+
+    def max_pages(self, num_tokens: int) -> int:
+        """All of its pages at once."""
+        return -(-num_tokens // self.page_size)
+
+
+def make_life_cycle(spec: LifeCycleSpec) -> LifeCycle:
+    """The life cycle ``spec.kind`` names; an unknown kind raises UserError listing the known ones."""
+    return LIFE_CYCLES.get(spec.kind)(spec)
