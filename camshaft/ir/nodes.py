@@ -83,17 +83,24 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     raise InternalError("the program has no node with a known result")
 
 
+def fake_device(graph: fx.Graph) -> torch.device:
+    """The device the program's results pretend to be on: all of them the same one."""
+    first = next(node for node in graph.nodes if isinstance(node.meta.get("val"), FakeTensor))
+    device: torch.device = first.meta["val"].device
+    return device
+
+
 def infer(program: Program, target: Callable[..., Any], args: tuple[Any, ...],
           kwargs: Mapping[str, Any] | None = None) -> Any:
     """The result of a call, as FakeTensors, from the results of the nodes it reads."""
-    mode = fake_mode(program.graph)
+    mode, device = fake_mode(program.graph), fake_device(program.graph)
 
     def value(node: fx.Node) -> Any:
         if node.op != "get_attr":
             return node.meta["val"]
         weight = program.weights[str(node.target)]
         with mode:
-            return torch.empty(weight.shape, dtype=weight.dtype)
+            return torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
     fake_args, fake_kwargs = fx.node.map_arg((args, dict(kwargs or {})), value)
     with mode:

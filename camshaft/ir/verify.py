@@ -43,8 +43,8 @@ def _check_order(graph_nodes: list[fx.Node]) -> None:
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             _fail(node, "only inputs, weights, calls and one output are allowed")
         if node.op == "placeholder" and calls_began:
-            _fail(node, "inputs come before everything else")
-        calls_began |= node.op != "placeholder"
+            _fail(node, "inputs come before every call")
+        calls_began |= node.op == "call_function"
         if any(argument not in seen for argument in node.all_input_nodes):
             _fail(node, "a node reads only nodes before it")
         seen.add(node)

@@ -60,7 +60,7 @@ def _life_cycle(attentions: list[fx.Node], page_size: int) -> LifeCycleSpec:
 
 def _add_inputs(program: Program, spec: LifeCycleSpec) -> dict[str, fx.Node]:
     """Add the cache inputs, in signature order, their dynamic sizes as symbols of their own."""
-    graph, mode = program.graph, nodes.fake_mode(program.graph)
+    graph, mode, device = program.graph, nodes.fake_mode(program.graph), nodes.fake_device(program.graph)
     inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     num_tokens = inputs["token_ids"].meta["val"].shape[0]
     if mode.shape_env is None:
@@ -82,7 +82,7 @@ def _add_inputs(program: Program, spec: LifeCycleSpec) -> dict[str, fx.Node]:
             with graph.inserting_after(last):
                 inputs[name] = graph.placeholder(name)
             with mode:
-                inputs[name].meta["val"] = torch.empty(shape, dtype=dtype)
+                inputs[name].meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         last = inputs[name]
     return inputs
 

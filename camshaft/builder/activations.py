@@ -1,0 +1,70 @@
+"""How much memory a step's intermediate tensors take at the limits, from the graph alone.
+
+Owns liveness: a tensor lives from the call that makes it to the last reader of it or of a view of it. Scratch
+inside a kernel is not counted.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from camshaft.config.build import BuildConfig
+from camshaft.core.errors import InternalError
+from camshaft.ir import nodes
+from camshaft.ir.program import Program
+
+
+def activation_peak_bytes(program: Program, cfg: BuildConfig) -> int:
+    """Most bytes of intermediate tensors alive at once in a step of ``max_num_tokens`` tokens and a full batch."""
+    sizes = _largest_sizes(program, cfg)
+    owner: dict[fx.Node, fx.Node] = {}
+    last_use: dict[fx.Node, int] = {}
+    order = list(program.graph.nodes)
+    for place, node in enumerate(order):
+        for source in node.all_input_nodes:
+            if source in owner:
+                last_use[owner[source]] = place
+        if node.op == "call_function":
+            viewed = _viewed(node)
+            if viewed is None or viewed in owner:
+                owner[node] = node if viewed is None else owner[viewed]
+                last_use.setdefault(owner[node], place)
+    sizes_of = {node: _result_bytes(node.meta["val"], sizes) for node in last_use}
+    freed: dict[int, int] = {}
+    for node, place in last_use.items():
+        freed[place] = freed.get(place, 0) + sizes_of[node]
+    alive = peak = 0
+    for place, node in enumerate(order):
+        alive += sizes_of.get(node, 0)
+        peak = max(peak, alive)
+        alive -= freed.get(place, 0)
+    return peak
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node whose storage this one shares; None when it has its own."""
+    if nodes.target_name(node.target) not in ("getitem", *nodes.VIEW_OPS):
+        return None
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) else None
+
+
+def _largest_sizes(program: Program, cfg: BuildConfig) -> dict[sympy.Symbol, sympy.Integer]:
+    if cfg.max_seq_len is None:
+        raise InternalError("activation sizes need a resolved build configuration")
+    largest = {"T": cfg.max_num_tokens, "R": cfg.max_batch_size, "L": cfg.max_batch_size,
+               "P": -(-cfg.max_seq_len // cfg.page_size), "N": 1}
+    return {symbol: sympy.Integer(largest[letter]) for symbol, letter in nodes.size_symbols(program.graph).items()}
+
+
+def _result_bytes(val: object, sizes: dict[sympy.Symbol, sympy.Integer]) -> int:
+    if isinstance(val, tuple | list):
+        return sum(_result_bytes(part, sizes) for part in val)
+    if not isinstance(val, torch.Tensor):
+        return 0
+    count: int = val.dtype.itemsize
+    for size in val.shape:
+        count *= int(nodes.size_expr(size).xreplace(sizes))
+    return count
