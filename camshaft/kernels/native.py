@@ -20,7 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch  # noqa: F401 - its OpenMP runtime must be loaded before ours, so that both share one thread pool
+import torch  # its OpenMP runtime must be loaded before ours, so that both share one thread pool
 
 from camshaft.core import env
 from camshaft.core.device import probe_cpu
@@ -32,6 +32,9 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast",
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_SECONDS = 300
 _FOLDER = Path(__file__).parent
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What ``native.h`` calls a dtype; kernels take only these."""
 
 
 class _BuildError(Exception):

@@ -16,18 +16,19 @@ import torch
 from camshaft.kernels.op import OpSpec, Sample, define_op
 
 
-def _weights(scores: torch.Tensor, visible: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Softmax over the last dim of the visible scores; a query that sees nothing gets zeros."""
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float,
+           softcap: float | None) -> torch.Tensor:
+    """Attention of q [T, Hq, D] over k, v [S, Hkv, D] where visible [T, S] says so; [T, Hq, D] in q's dtype.
+
+    A query that sees nothing gets zeros. Invisible values must be finite.
+    """
+    compute = q.dtype if q.dtype == torch.float64 else torch.float32
+    grouped = q.to(compute).reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+    scores = torch.einsum("thgd,shd->hgts", grouped, k.to(compute)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -math.inf)
-    return torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
-
-
-def _grouped(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """q [T, Hq, D] as [T, Hkv, G, D] in the dtype attention is computed in."""
-    compute = q.dtype if q.dtype == torch.float64 else torch.float32
-    return q.to(compute).unflatten(1, (num_kv_heads, q.shape[1] // num_kv_heads))
+    weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(~visible, 0.0)
+    return torch.einsum("hgts,shd->thgd", weights, v.to(compute)).flatten(1, 2).to(q.dtype)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
@@ -38,14 +39,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, sca
     ``softcap * tanh(s / softcap)``. ``layer`` names the cache this call will use once it is lowered.
     """
     del layer
-    grouped = _grouped(q, k.shape[1])
     index = torch.arange(q.shape[0], device=q.device)
     visible = index[None, :] <= index[:, None]
     if window is not None:
         visible &= index[None, :] > index[:, None] - window
-    scores = torch.einsum("ihgd,jhd->hgij", grouped, k.to(grouped.dtype)) * scale
-    weights = _weights(scores, visible, softcap)
-    return torch.einsum("hgij,jhd->ihgd", weights, v.to(grouped.dtype)).reshape(q.shape).to(q.dtype)
+    return attend(q, k, v, visible, scale, softcap)
 
 
 def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
@@ -57,15 +55,14 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
     the tokens a row can see influences the result: not NaN in unused slots, nor the page table beyond them.
     page_table [R, C], query_start [R + 1] and seq_lens [R] are int32.
     """
-    num_rows, (num_kv_heads, page_size) = seq_lens.shape[0], kv_pool.shape[2:4]
-    grouped = _grouped(q, num_kv_heads)
+    num_rows, page_size = seq_lens.shape[0], kv_pool.shape[3]
     slot = torch.arange(page_table.shape[1] * page_size, device=q.device)
     first_position = seq_lens - query_start.diff()
     lowest = torch.zeros_like(first_position) if window is None else first_position - window + 1
     live = (slot < seq_lens[:, None]) & (slot >= lowest[:, None])
-    pages = page_table.masked_fill(~live.unflatten(1, (-1, page_size)).any(2), 0)
+    pages = page_table.masked_fill(~live.reshape(num_rows, page_table.shape[1], page_size).any(2), 0)
     keys, values = (
-        kv_pool[pages, side].transpose(2, 3).flatten(1, 2).to(grouped.dtype).masked_fill(~live[:, :, None, None], 0.0)
+        kv_pool[pages, side].transpose(2, 3).flatten(1, 2).masked_fill(~live[:, :, None, None], 0.0).flatten(0, 1)
         for side in (0, 1)
     )
     token = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
@@ -75,10 +72,7 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
     if window is not None:
         visible &= slot > position[:, None] - window
     own_row = torch.arange(num_rows, device=q.device) == row[:, None]
-    mask = (own_row[:, :, None] & visible[:, None, :]).flatten(1)
-    scores = torch.einsum("thgd,rshd->hgtrs", grouped, keys).flatten(3) * scale
-    weights = _weights(scores, mask, softcap)
-    return torch.einsum("hgts,shd->thgd", weights, values.flatten(0, 1)).reshape(q.shape).to(q.dtype)
+    return attend(q, keys, values, (own_row[:, :, None] & visible[:, None, :]).flatten(1), scale, softcap)
 
 
 def _same_as_q(q: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -94,7 +88,7 @@ def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torc
     )
     for name, tokens, heads, kv_heads, size, window, softcap in cases:
         merged = torch.randn(tokens, heads + 2 * kv_heads, size, generator=generator).to(device, dtype)
-        q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(merged, [heads, kv_heads, kv_heads], dim=1)
         yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap))
 
 

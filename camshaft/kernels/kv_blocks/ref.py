@@ -31,7 +31,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
              ("odd", 13, 5, 20, 8))
     for name, tokens, heads, size, page_size in cases:
         merged = torch.randn(tokens, 3 * heads, size, generator=generator).to(device, dtype)
-        _, k, v = merged.split((heads, heads, heads), dim=1)
+        k, v = merged[:, heads:2 * heads], merged[:, 2 * heads:]
         num_pages = tokens // page_size + 3
         pool = torch.randn(num_pages, 2, heads, page_size, size, generator=generator).to(device, dtype)
         slots = torch.randperm(num_pages * page_size, generator=generator)[:tokens]

@@ -1,0 +1,412 @@
+/* Paged causal attention on a CPU, prefill and decode through the same code.
+ *
+ * The keys a row has cached are cut into blocks of BLOCK positions. For a block and a handful of query rows
+ * (one KV head's group of query heads x a few tokens) the partial result is its score maximum, the sum of
+ * its weights and the weighted sum of its values; partials are merged in block order. A query's arithmetic
+ * is therefore the same whatever its chunk, its neighbours and the number of threads: the work may be split
+ * anywhere between blocks. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "native.h"
+
+#define BLOCK 64
+#define QUERY_ROWS 64 /* query rows (tokens x heads of a group) that share one pass over the keys */
+#define KEPT_FLOATS (8l << 20) /* most memory for partials when blocks are shared out */
+#define TILE 4
+#if LANES == 16
+#define WIDE 4
+#else
+#define WIDE 2
+#endif
+
+typedef struct {
+    const void *q;
+    long q_token, q_head; /* strides in elements */
+    int q_kind;
+    void *out;
+    const void *pool;
+    int pool_kind;
+    const int32_t *table;
+    long table_row;
+    const int32_t *starts, *lens;
+    long rows, heads, kv_heads, page, dim;
+    float scale;
+    long window;
+    float softcap; /* 0: none */
+} job;
+
+/* Some queries of one row: tokens [first, first + count) of the packed step, the first at `position`. */
+typedef struct {
+    long row, first, count, position, block_from, block_to;
+} queries;
+
+/* A softmax in progress for up to `m` query rows: values[m][padded], top[m], mass[m]. */
+typedef struct {
+    float *values, *top, *mass;
+} partial;
+
+typedef struct {
+    float *q, *keys, *values, *scores;
+    partial block, total;
+    void *memory;
+} scratch;
+
+static long padded(long dim) { return (dim + LANES - 1) / LANES * LANES; }
+static long smaller(long a, long b) { return a < b ? a : b; }
+static long larger(long a, long b) { return a > b ? a : b; }
+
+static long partial_floats(long m, long dim) { return m * (padded(dim) + 2); }
+
+static partial partial_at(float *memory, long m, long dim) {
+    return (partial){memory, memory + m * padded(dim), memory + m * padded(dim) + m};
+}
+
+static int scratch_open(scratch *s, long m, long dim) {
+    long wide = padded(dim), floats = m * wide + 2 * BLOCK * wide + m * BLOCK + 2 * partial_floats(m, dim);
+    float *next = malloc((size_t)floats * sizeof(float));
+    s->memory = next;
+    if (!next) return 0;
+    s->q = next, next += m * wide;
+    s->keys = next, next += BLOCK * wide;
+    s->values = next, next += BLOCK * wide;
+    s->scores = next, next += m * BLOCK;
+    s->block = partial_at(next, m, dim), next += partial_floats(m, dim);
+    s->total = partial_at(next, m, dim);
+    return 1;
+}
+
+INLINE vfloat get(const float *from) { return load(from, KIND_F32); }
+INLINE void put(float *to, vfloat lanes) { store(to, lanes, KIND_F32); }
+INLINE vfloat pick(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask)); }
+
+INLINE vint lane_ids(void) {
+    vint ids;
+    for (int i = 0; i < LANES; i++) ids[i] = i;
+    return ids;
+}
+
+/* e^x for x <= 88: x = n ln 2 + r, Taylor to r^7 (relative error 2e-8 before rounding); 0 below -87. NaN stays. */
+INLINE vfloat vexp(vfloat x) {
+    const float shift = 0x1.8p23f; /* adding it leaves the nearest whole number in the low mantissa bits */
+    vfloat shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
+    vfloat r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
+    vfloat y = r * (1 / 5040.f) + 1 / 720.f;
+    y = y * r + 1 / 120.f;
+    y = y * r + 1 / 24.f;
+    y = y * r + 1 / 6.f;
+    y = y * r + 0.5f;
+    y = y * r + 1.f;
+    y = y * r + 1.f;
+    return (vfloat)(((vint)y + ((vint)shifted << 23)) & ~(vint)(x < -87.f));
+}
+
+/* tanh: where 1 - 2 / (e^2x + 1) would cancel, an odd polynomial fitted at Chebyshev nodes (relative error 2e-8). */
+INLINE vfloat vtanh(vfloat x) {
+    vint sign = (vint)x & INT32_MIN;
+    vfloat a = (vfloat)((vint)x & INT32_MAX), square = a * a;
+    vfloat y = square * -0.00610454f + 0.02100336f;
+    y = y * square - 0.05385244f;
+    y = y * square + 0.13332782f;
+    y = y * square - 0.33333329f;
+    vfloat near = a + a * square * y;
+    vfloat far = 1.f - 2.f / (vexp(2.f * pick((vint)(a > 10.f), splat(10.f), a)) + 1.f);
+    return (vfloat)((vint)pick((vint)(a < 0.625f), near, far) | sign);
+}
+
+#ifdef __clang__
+INLINE void transpose(vfloat *x) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            float kept = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = kept;
+        }
+}
+#else
+/* Swaps bit `step` of the row index with the same bit of the lane index. */
+INLINE void exchange(vfloat *x, int step) {
+    vint ids = lane_ids(), odd = (ids & step) != 0;
+    vint even_mask = ids + (odd & (LANES - step)), odd_mask = ids + step + (odd & (LANES - step));
+    for (int i = 0; i < LANES; i++) {
+        if (i & step) continue;
+        vfloat a = x[i], b = x[i + step];
+        x[i] = __builtin_shuffle(a, b, even_mask);
+        x[i + step] = __builtin_shuffle(a, b, odd_mask);
+    }
+}
+
+INLINE void transpose(vfloat *x) {
+    exchange(x, 1);
+    exchange(x, 2);
+    exchange(x, 4);
+#if LANES == 16
+    exchange(x, 8);
+#endif
+}
+#endif
+
+/* Copies positions [from, to) of block `base`: keys transposed to [dim][BLOCK], values as [BLOCK][padded]. */
+INLINE void gather_as(const job *j, scratch *s, long row, long head, long base, long from, long to, int kind) {
+    const void *keys[BLOCK] = {0}, *values[BLOCK];
+    const int32_t *pages = j->table + row * j->table_row;
+    long dim = j->dim, wide = padded(dim), half = j->kv_heads * j->page * dim;
+    for (long p = from, run; p < to; p += run) {
+        long in_page = p % j->page, start = (2 * (long)pages[p / j->page] * j->kv_heads + head) * j->page * dim;
+        run = smaller(to - p, j->page - in_page);
+        for (long i = 0; i < run; i++) {
+            keys[p - base + i] = at(j->pool, start + (in_page + i) * dim, kind);
+            values[p - base + i] = at(j->pool, start + half + (in_page + i) * dim, kind);
+        }
+    }
+    for (long c = (from - base) / LANES * LANES; c < to - base; c += LANES)
+        for (long d = 0; d < dim; d += LANES) {
+            vfloat x[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const void *key = keys[c + i];
+                if (!key) x[i] = (vfloat){0};
+                else if (d + LANES <= dim) x[i] = load(at(key, d, kind), kind);
+                else x[i] = load_part(at(key, d, kind), dim - d, kind);
+            }
+            transpose(x);
+            for (int i = 0; i < LANES; i++) put(s->keys + (d + i) * BLOCK + c, x[i]);
+        }
+    for (long c = from - base; c < to - base; c++)
+        for (long d = 0; d < dim; d += LANES) {
+            const void *value = at(values[c], d, kind);
+            put(s->values + c * wide + d, d + LANES <= dim ? load(value, kind) : load_part(value, dim - d, kind));
+        }
+}
+
+static void gather(const job *j, scratch *s, long row, long head, long base, long from, long to) {
+    if (j->pool_kind == KIND_F32) gather_as(j, s, row, head, base, from, to, KIND_F32);
+    else if (j->pool_kind == KIND_BF16) gather_as(j, s, row, head, base, from, to, KIND_BF16);
+    else gather_as(j, s, row, head, base, from, to, KIND_F16);
+}
+
+/* out[r][0..n lanes) = sum over i in [0, count) of left[r][i] * right[i][0..n lanes), i in order. */
+INLINE void tile(const float *left, long left_row, const float *right, long right_row, long count, float *out,
+                 long out_row, int r_count, int n) {
+    vfloat sums[TILE][WIDE];
+    for (int r = 0; r < r_count; r++)
+        for (int w = 0; w < n; w++) sums[r][w] = (vfloat){0};
+    for (long i = 0; i < count; i++) {
+        vfloat lanes[WIDE];
+        for (int w = 0; w < n; w++) lanes[w] = get(right + i * right_row + w * LANES);
+        for (int r = 0; r < r_count; r++)
+            for (int w = 0; w < n; w++) sums[r][w] += splat(left[r * left_row + i]) * lanes[w];
+    }
+    for (int r = 0; r < r_count; r++)
+        for (int w = 0; w < n; w++) put(out + r * out_row + w * LANES, sums[r][w]);
+}
+
+INLINE void tile_rows(const float *left, long left_row, const float *right, long right_row, long count, float *out,
+                      long out_row, long rows, int n) {
+    if (rows >= 4) tile(left, left_row, right, right_row, count, out, out_row, 4, n);
+    else if (rows == 3) tile(left, left_row, right, right_row, count, out, out_row, 3, n);
+    else if (rows == 2) tile(left, left_row, right, right_row, count, out, out_row, 2, n);
+    else tile(left, left_row, right, right_row, count, out, out_row, 1, n);
+}
+
+/* out[m][columns] = left[m][count] * right[count][columns]; columns is a multiple of LANES. */
+static void product(const float *left, long left_row, const float *right, long right_row, long count, float *out,
+                    long out_row, long m, long columns) {
+    long c = 0;
+    for (; c + WIDE * LANES <= columns; c += WIDE * LANES)
+        for (long r = 0; r < m; r += TILE)
+            tile_rows(left + r * left_row, left_row, right + c, right_row, count, out + r * out_row + c, out_row,
+                      m - r, WIDE);
+    for (; c < columns; c += LANES)
+        for (long r = 0; r < m; r += TILE)
+            tile_rows(left + r * left_row, left_row, right + c, right_row, count, out + r * out_row + c, out_row,
+                      m - r, 1);
+}
+
+/* Turns scores of columns [begin, end) into weights relative to the largest of those a query sees, which are
+ * [from, to); the others get 0. The largest is -inf only where the query sees none. */
+static void weigh(float *scores, long begin, long end, long from, long to, float softcap, float *top, float *mass) {
+    vint ids = lane_ids();
+    vfloat high = splat(-INFINITY), sum = {0};
+    for (long c = begin; c < end; c += LANES) {
+        vint seen = (ids >= (int)(from - c)) & (ids < (int)(to - c));
+        vfloat x = get(scores + c);
+        if (softcap > 0) x = softcap * vtanh(x / softcap);
+        x = pick(seen, x, splat(-INFINITY));
+        put(scores + c, x);
+        high = pick((vint)(x > high), x, high);
+    }
+    float peak = -INFINITY;
+    for (int i = 0; i < LANES; i++) peak = high[i] > peak ? high[i] : peak;
+    if (from < to && peak == -INFINITY) peak = 0; /* every score is NaN or -inf: NaN must come through */
+    for (long c = begin; c < end; c += LANES) {
+        vint seen = (ids >= (int)(from - c)) & (ids < (int)(to - c));
+        vfloat weight = (vfloat)((vint)vexp(get(scores + c) - peak) & seen);
+        put(scores + c, weight);
+        sum += weight;
+    }
+    *top = peak;
+    *mass = lane_sum(sum);
+}
+
+/* The partial of queries `u` (loaded in s->q) over block `b` for one KV head. */
+static void attend_block(const job *j, scratch *s, const queries *u, long head, long b, partial into) {
+    long group = j->heads / j->kv_heads, m = u->count * group, base = b * BLOCK, wide = padded(j->dim);
+    long from = larger(base, u->position - j->window + 1), to = smaller(base + BLOCK, u->position + u->count);
+    gather(j, s, u->row, head, base, from, to);
+    long begin = (from - base) / LANES * LANES, end = (to - base + LANES - 1) / LANES * LANES;
+    product(s->q, wide, s->keys + begin, BLOCK, j->dim, s->scores + begin, BLOCK, m, end - begin);
+    for (long i = 0; i < m; i++) {
+        long position = u->position + i / group;
+        long first = larger(from, position - j->window + 1) - base, last = smaller(to, position + 1) - base;
+        weigh(s->scores + i * BLOCK, begin, end, first, last, j->softcap, into.top + i, into.mass + i);
+    }
+    product(s->scores + from - base, BLOCK, s->values + (from - base) * wide, wide, to - from, into.values, wide, m,
+            wide);
+}
+
+static void start(partial total, long m, long dim) {
+    memset(total.values, 0, (size_t)(m * padded(dim)) * sizeof(float));
+    for (long i = 0; i < m; i++) total.top[i] = -INFINITY, total.mass[i] = 0;
+}
+
+/* Never inlined: one instruction sequence, so that splitting the work cannot change a rounding. */
+static __attribute__((noinline)) void merge(partial total, partial block, long m, long dim) {
+    long wide = padded(dim);
+    for (long i = 0; i < m; i++) {
+        float old = total.top[i], new = block.top[i], top = old > new ? old : new;
+        if (new == -INFINITY) continue;
+        vfloat keep = splat(vexp(splat(old - top))[0]), add = splat(vexp(splat(new - top))[0]);
+        float *values = total.values + i * wide;
+        for (long d = 0; d < wide; d += LANES)
+            put(values + d, get(values + d) * keep + get(block.values + i * wide + d) * add);
+        total.mass[i] = total.mass[i] * keep[0] + block.mass[i] * add[0];
+        total.top[i] = top;
+    }
+}
+
+static void load_queries(const job *j, scratch *s, const queries *u, long head) {
+    long group = j->heads / j->kv_heads, wide = padded(j->dim);
+    for (long i = 0; i < u->count * group; i++) {
+        long index = (u->first + i / group) * j->q_token + (head * group + i % group) * j->q_head;
+        for (long d = 0; d < j->dim; d += LANES) {
+            const void *from = at(j->q, index + d, j->q_kind);
+            vfloat lanes = d + LANES <= j->dim ? load(from, j->q_kind) : load_part(from, j->dim - d, j->q_kind);
+            put(s->q + i * wide + d, lanes * j->scale);
+        }
+    }
+}
+
+static void finish(const job *j, const queries *u, long head, partial total) {
+    long group = j->heads / j->kv_heads, wide = padded(j->dim);
+    for (long i = 0; i < u->count * group; i++) {
+        long index = ((u->first + i / group) * j->heads + head * group + i % group) * j->dim;
+        vfloat inverse = splat(total.mass[i] == 0 && total.top[i] == -INFINITY ? 0 : 1 / total.mass[i]);
+        for (long d = 0; d < j->dim; d += LANES) {
+            vfloat lanes = get(total.values + i * wide + d) * inverse;
+            void *to = at_mut(j->out, index + d, j->q_kind);
+            if (d + LANES <= j->dim) store(to, lanes, j->q_kind);
+            else store_part(to, lanes, j->dim - d, j->q_kind);
+        }
+    }
+}
+
+/* Cuts the step into queries; returns how many, and through `blocks` their blocks in all. */
+static long plan(const job *j, queries *units, long *blocks) {
+    long count = 0, tokens = larger(1, QUERY_ROWS * j->kv_heads / j->heads);
+    *blocks = 0;
+    for (long row = 0; row < j->rows; row++) {
+        long end = j->starts[row + 1], before = j->lens[row] - end;
+        for (long first = j->starts[row]; first < end; first += tokens) {
+            queries u = {row, first, smaller(tokens, end - first), before + first, 0, 0};
+            u.block_from = larger(0, u.position - j->window + 1) / BLOCK;
+            u.block_to = (u.position + u.count + BLOCK - 1) / BLOCK;
+            *blocks += u.block_to - u.block_from;
+            units[count++] = u;
+        }
+    }
+    return count;
+}
+
+/* Enough independent work for every thread: each (queries, KV head) goes through its blocks alone. */
+static int run_whole(const job *j, const queries *units, long count, long m, int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        scratch s;
+        failed = !scratch_open(&s, m, j->dim);
+#pragma omp for schedule(dynamic, 1)
+        for (long index = 0; index < count * j->kv_heads; index++) {
+            const queries *u = units + count - 1 - index / j->kv_heads; /* long ones first, to end together */
+            long head = index % j->kv_heads, rows = u->count * (j->heads / j->kv_heads);
+            if (failed) continue;
+            load_queries(j, &s, u, head);
+            start(s.total, rows, j->dim);
+            for (long b = u->block_from; b < u->block_to; b++) {
+                attend_block(j, &s, u, head, b, s.block);
+                merge(s.total, s.block, rows, j->dim);
+            }
+            finish(j, u, head, s.total);
+        }
+        free(s.memory);
+    }
+    return failed;
+}
+
+/* Little independent work: threads share out (queries, KV head, block) and merge the kept partials afterwards. */
+static int run_split(const job *j, const queries *units, long count, long blocks, long m, int threads) {
+    long each = partial_floats(m, j->dim), tasks = blocks * j->kv_heads;
+    float *kept = malloc((size_t)(tasks * each) * sizeof(float));
+    if (!kept) return 1;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        scratch s;
+        failed = !scratch_open(&s, m, j->dim);
+        long loaded = -1;
+#pragma omp for schedule(static)
+        for (long task = 0; task < tasks; task++) {
+            long head = task / blocks, block = task % blocks, index = 0;
+            while (block >= units[index].block_to - units[index].block_from)
+                block -= units[index].block_to - units[index].block_from, index++;
+            if (failed) continue;
+            if (loaded != head * count + index) load_queries(j, &s, units + index, head);
+            loaded = head * count + index;
+            attend_block(j, &s, units + index, head, units[index].block_from + block,
+                         partial_at(kept + task * each, m, j->dim));
+        }
+#pragma omp for schedule(static)
+        for (long index = 0; index < count * j->kv_heads; index++) {
+            const queries *u = units + index % count;
+            long head = index / count, rows = u->count * (j->heads / j->kv_heads), task = head * blocks;
+            if (failed) continue;
+            for (const queries *before = units; before < u; before++) task += before->block_to - before->block_from;
+            start(s.total, rows, j->dim);
+            for (long b = u->block_from; b < u->block_to; b++, task++)
+                merge(s.total, partial_at(kept + task * each, m, j->dim), rows, j->dim);
+            finish(j, u, head, s.total);
+        }
+        free(s.memory);
+    }
+    free(kept);
+    return failed;
+}
+
+/* Returns 0, or 1 when memory ran out. Sizes and strides are in elements; `window` is at least 1. */
+int camshaft_paged_attention(const void *q, long q_token, long q_head, int q_kind, void *out, const void *pool,
+                             int pool_kind, const int32_t *table, long table_row, const int32_t *starts,
+                             const int32_t *lens, long rows, long tokens, long heads, long kv_heads, long page,
+                             long dim, float scale, long window, float softcap, int threads) {
+    job j = {q, q_token, q_head, q_kind, out, pool, pool_kind, table, table_row, starts, lens, rows, heads, kv_heads,
+             page, dim, scale, window, softcap};
+    long group = heads / kv_heads, blocks, m = 0;
+    queries *units = malloc((size_t)(tokens + rows + 1) * sizeof(queries));
+    if (!units) return 1;
+    long count = plan(&j, units, &blocks);
+    for (long i = 0; i < count; i++) m = larger(m, units[i].count * group);
+    int failed = 0;
+    int few = count * kv_heads < 4 * threads && blocks * kv_heads * partial_floats(m, dim) < KEPT_FLOATS;
+    if (count && threads > 1 && few) failed = run_split(&j, units, count, blocks, m, threads);
+    else if (count) failed = run_whole(&j, units, count, m, threads);
+    free(units);
+    return failed;
+}

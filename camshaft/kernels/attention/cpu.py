@@ -1,0 +1,83 @@
+"""CPU implementations of ``paged_attention``: native C, and torch a row at a time where there is no compiler.
+
+Owns the argument passing to ``cpu.c``. Arguments are trusted as the op's contract gives them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from camshaft.kernels.attention.ref import attend, paged_attention_op
+from camshaft.kernels.native import KINDS
+from camshaft.kernels.op import OpCall, TensorInfo
+
+_NO_WINDOW = 1 << 40
+"""A window wider than any sequence."""
+
+
+def _supports(call: OpCall) -> str | None:
+    q, kv_pool, page_table, query_start, seq_lens = call.args[:5]
+    for name, tensor in (("q", q), ("kv_pool", kv_pool)):
+        if isinstance(tensor, TensorInfo) and tensor.dtype not in KINDS:
+            return f"{name} is {tensor.dtype}, not one of {', '.join(map(str, KINDS))}"
+    for name, tensor in (("page_table", page_table), ("query_start", query_start), ("seq_lens", seq_lens)):
+        if isinstance(tensor, TensorInfo) and tensor.dtype != torch.int32:
+            return f"{name} is {tensor.dtype}, not int32"
+    return None
+
+
+@paged_attention_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
+def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
+    """Bind ``camshaft_paged_attention``. The result raises MemoryError where scratch memory cannot be had."""
+    run = library.camshaft_paged_attention
+    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    run.argtypes = (address, number, number, kind, address, address, kind, address, number, address, address,
+                    *(number,) * 6, ctypes.c_float, number, ctypes.c_float, kind)
+    run.restype = kind
+    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+
+    def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
+                        seq_lens: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+                        ) -> torch.Tensor:
+        tokens, heads, dim = q.shape
+        token_stride, head_stride, lane_stride = q.stride()
+        if lane_stride != 1:
+            q = q.contiguous()
+            token_stride, head_stride = heads * dim, dim
+        out = empty((tokens, heads, dim), dtype=q.dtype)
+        _, _, kv_heads, page_size, _ = kv_pool.shape
+        failed = run(q.data_ptr(), token_stride, head_stride, kinds[q.dtype], out.data_ptr(), kv_pool.data_ptr(),
+                     kinds[kv_pool.dtype], page_table.data_ptr(), page_table.stride(0), query_start.data_ptr(),
+                     seq_lens.data_ptr(), len(seq_lens), tokens, heads, kv_heads, page_size, dim, scale,
+                     _NO_WINDOW if window is None else window, softcap or 0.0, num_threads())
+        if failed:
+            raise MemoryError("paged_attention: no memory for scratch space")
+        return out
+
+    return paged_attention
+
+
+@paged_attention_op.impl("rows", device="cpu", rank=0)
+def paged_attention_by_rows(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor,
+                            query_start: torch.Tensor, seq_lens: torch.Tensor, scale: float, window: int | None,
+                            softcap: float | None) -> torch.Tensor:
+    """One row after another with its own length: no work on other rows' keys, as the reference does."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    page_size, starts = kv_pool.shape[3], query_start.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        start, stop = starts[row], starts[row + 1]
+        if start == stop:
+            continue
+        first = length - (stop - start)
+        lowest = 0 if window is None else max(0, first - window + 1)
+        column = lowest // page_size
+        pages = page_table[row, column:-(-length // page_size)].long()
+        cached = kv_pool[pages].permute(1, 0, 3, 2, 4).flatten(1, 2)
+        keys, values = cached[:, lowest - column * page_size:length - column * page_size]
+        key, query = torch.arange(lowest, length), torch.arange(first, length)[:, None]
+        visible = key <= query if window is None else (key <= query) & (key > query - window)
+        out[start:stop] = attend(q[start:stop], keys, values, visible, scale, softcap)
+    return out

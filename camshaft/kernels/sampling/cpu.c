@@ -1,0 +1,222 @@
+/* Picks a token a row of logits. Greedy rows take one pass; the others are put into buckets by how far a logit
+ * lies below the largest, and only the buckets that hold a cut or the picked token are sorted. Masses are
+ * doubles, so that cuts and picks fall where the reference puts them. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "native.h"
+
+#define BUCKETS 1024
+#define DEEPEST 42.0 /* the last bucket takes all that is less likely than e^-42 times the likeliest */
+
+typedef struct {
+    float logit;
+    int32_t id;
+    double mass;
+} entry;
+
+/* Entries ordered by bucket; inside a bucket by id until it is sorted. start[b] is a bucket's first entry. */
+typedef struct {
+    entry *entries;
+    int32_t start[BUCKETS + 1];
+    double mass[BUCKETS];
+    unsigned char sorted[BUCKETS];
+} ranking;
+
+INLINE vfloat pick(vint mask, vfloat yes, vfloat no) { return (vfloat)(((vint)yes & mask) | ((vint)no & ~mask)); }
+
+/* The largest logit and its lowest index; NaN if any is NaN. */
+INLINE float best_as(const void *row, long count, long *index, int kind) {
+    vfloat high = splat(-INFINITY), bad = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vfloat x = load(at(row, i, kind), kind);
+        high = pick((vint)(x > high), x, high);
+        bad = (vfloat)((vint)bad | (vint)(x != x));
+    }
+    float best = -INFINITY;
+    int broken = 0;
+    for (int l = 0; l < LANES; l++) best = high[l] > best ? high[l] : best, broken |= ((vint)bad)[l];
+    for (; i < count; i++) {
+        float x = load_one(at(row, i, kind), kind);
+        best = x > best ? x : best, broken |= x != x;
+    }
+    *index = 0;
+    if (broken) return NAN;
+    for (i = 0; i + LANES <= count; i += LANES) {
+        vint equal = (vint)(load(at(row, i, kind), kind) == best);
+        int any = 0;
+        for (int l = 0; l < LANES; l++) any |= equal[l];
+        if (any) break;
+    }
+    while (i < count && load_one(at(row, i, kind), kind) != best) i++;
+    *index = i;
+    return best;
+}
+
+static float best_of(const void *row, long count, long *index, int kind) {
+    if (kind == KIND_F32) return best_as(row, count, index, KIND_F32);
+    if (kind == KIND_BF16) return best_as(row, count, index, KIND_BF16);
+    return best_as(row, count, index, KIND_F16);
+}
+
+/* e^x for x <= 0: x = n ln 2 + r, Taylor to r^13 (error below rounding); 0 below -700. */
+INLINE double exp_of(double x) {
+    const double shift = 0x1.8p52;
+    double inside = x < -700 ? -700 : x, shifted = inside * 0x1.71547652b82fep+0 + shift, n = shifted - shift;
+    double r = inside - n * 0x1.62e42fee00000p-1 - n * 0x1.a39ef35793c76p-33, y = 1 / 6227020800.;
+    const double terms[] = {1 / 479001600., 1 / 39916800., 1 / 3628800., 1 / 362880., 1 / 40320., 1 / 5040., 1 / 720.,
+                            1 / 120., 1 / 24., 1 / 6., 0.5, 1, 1};
+    for (int i = 0; i < 13; i++) y = y * r + terms[i];
+    int64_t bits, scale;
+    memcpy(&bits, &y, 8);
+    memcpy(&scale, &shifted, 8);
+    bits += (int64_t)((uint64_t)scale << 52);
+    memcpy(&y, &bits, 8);
+    return x < -700 ? 0 : y;
+}
+
+INLINE void widen_as(const void *row, long count, float *out, int kind) {
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, load(at(row, i, kind), kind), KIND_F32);
+    for (; i < count; i++) out[i] = load_one(at(row, i, kind), kind);
+}
+
+/* How far below the likeliest the least likely unmasked token lies, in nats, at most DEEPEST. */
+static double depth_of(const float *logits, long count, float best, double temperature) {
+    float low = best;
+    for (long i = 0; i < count; i++) low = logits[i] < low && logits[i] > -INFINITY ? logits[i] : low;
+    double depth = ((double)best - low) / temperature;
+    return depth < DEEPEST ? depth : DEEPEST;
+}
+
+/* Fills the ranking with a counting sort. `best` is the largest logit, all others are finite or -inf. */
+static void rank_row(ranking *r, const float *logits, long count, float best, double temperature, double *masses,
+                     int16_t *places) {
+    double depth = depth_of(logits, count, best, temperature), buckets_a_nat = depth > 0 ? (BUCKETS - 1) / depth : 0;
+    memset(r->start, 0, sizeof r->start);
+    memset(r->mass, 0, sizeof r->mass);
+    memset(r->sorted, 0, sizeof r->sorted);
+    for (long i = 0; i < count; i++) masses[i] = exp_of(((double)logits[i] - best) / temperature);
+    for (long i = 0; i < count; i++) {
+        double place = ((double)best - logits[i]) / temperature * buckets_a_nat;
+        places[i] = place < BUCKETS - 1 ? (int16_t)place : BUCKETS - 1;
+    }
+    for (long i = 0; i < count; i++) {
+        r->start[places[i] + 1]++;
+    }
+    for (int b = 0; b < BUCKETS; b++) r->start[b + 1] += r->start[b];
+    int32_t next[BUCKETS];
+    memcpy(next, r->start, sizeof next);
+    for (long i = 0; i < count; i++) {
+        r->entries[next[places[i]]++] = (entry){logits[i], (int32_t)i, masses[i]};
+        r->mass[places[i]] += masses[i];
+    }
+}
+
+static int by_rank(const void *left, const void *right) {
+    const entry *a = left, *b = right;
+    if (a->logit != b->logit) return a->logit > b->logit ? -1 : 1;
+    return a->id < b->id ? -1 : 1;
+}
+
+static const entry *sorted_bucket(ranking *r, int b) {
+    entry *first = r->entries + r->start[b];
+    if (!r->sorted[b]) qsort(first, (size_t)(r->start[b + 1] - r->start[b]), sizeof(entry), by_rank);
+    r->sorted[b] = 1;
+    return first;
+}
+
+/* Mass of the first `count` entries. */
+static double mass_of_first(ranking *r, long count) {
+    double sum = 0;
+    int b = 0;
+    for (; b < BUCKETS && r->start[b + 1] <= count; b++) sum += r->mass[b];
+    if (b == BUCKETS || r->start[b] >= count) return sum;
+    const entry *entries = sorted_bucket(r, b);
+    for (long i = 0; i < count - r->start[b]; i++) sum += entries[i].mass;
+    return sum;
+}
+
+/* Index of the first entry at which the running mass reaches `goal` (passes it, with `beyond`), below `count`;
+ * count - 1 where rounding lets none. */
+static long reach(ranking *r, double goal, int beyond, long count) {
+    double sum = 0;
+    for (int b = 0; b < BUCKETS && r->start[b] < count; b++) {
+        double after = sum + r->mass[b];
+        if (beyond ? after <= goal : after < goal) {
+            sum = after;
+            continue;
+        }
+        const entry *entries = sorted_bucket(r, b);
+        for (long i = r->start[b]; i < r->start[b + 1] && i < count; i++) {
+            sum += entries[i - r->start[b]].mass;
+            if (beyond ? sum > goal : sum >= goal) return i;
+        }
+    }
+    return count - 1;
+}
+
+typedef struct {
+    const void *logits;
+    long row_stride, count;
+    int kind;
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p, *min_p, *uniform;
+} batch;
+
+static long draw(const batch *in, ranking *r, long row, float best, double *masses, float *widened) {
+    const void *data = at(in->logits, row * in->row_stride, in->kind);
+    if (in->kind == KIND_BF16) widen_as(data, in->count, widened, KIND_BF16);
+    if (in->kind == KIND_F16) widen_as(data, in->count, widened, KIND_F16);
+    rank_row(r, in->kind == KIND_F32 ? data : widened, in->count, best, in->temperature[row], masses,
+             (int16_t *)(widened + in->count));
+    long kept = in->count;
+    if (in->top_k[row] > 0 && in->top_k[row] < kept) kept = in->top_k[row];
+    double floor = in->min_p[row];
+    if (in->top_p[row] < 1) kept = reach(r, in->top_p[row] * mass_of_first(r, kept), 0, kept) + 1;
+    if (floor > 0) {
+        long likely = 0;
+        for (long i = 0; i < in->count; i++) likely += masses[i] >= floor;
+        kept = likely < kept ? likely : kept;
+    }
+    if (kept < 1) kept = 1;
+    long chosen = reach(r, in->uniform[row] * mass_of_first(r, kept), 1, kept);
+    int b = 0;
+    while (r->start[b + 1] <= chosen) b++;
+    return sorted_bucket(r, b)[chosen - r->start[b]].id;
+}
+
+/* Returns 0, or 1 when memory ran out. Rows are independent; strides are in elements. */
+int camshaft_sample(const void *logits, long row_stride, int kind, const float *temperature, const int32_t *top_k,
+                    const float *top_p, const float *min_p, const float *uniform, long rows, long count, int64_t *ids,
+                    unsigned char *finite, int threads) {
+    batch in = {logits, row_stride, count, kind, temperature, top_k, top_p, min_p, uniform};
+    const long parallel_logits = 1 << 15;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (rows > 1 && rows * count > parallel_logits) reduction(| : failed)
+    {
+        ranking *r = NULL;
+        double *masses = NULL;
+#pragma omp for schedule(dynamic, 1)
+        for (long row = 0; row < rows; row++) {
+            long index;
+            float best = best_of(at(logits, row * row_stride, kind), count, &index, kind);
+            finite[row] = isfinite(best) != 0;
+            ids[row] = finite[row] ? index : 0;
+            if (!finite[row] || temperature[row] == 0) continue;
+            if (!r) {
+                r = malloc(sizeof(ranking) + (size_t)count * sizeof(entry));
+                masses = malloc((size_t)count * (sizeof(double) + sizeof(float) + sizeof(int16_t)));
+                failed |= !r || !masses;
+            }
+            if (failed) continue;
+            r->entries = (entry *)(r + 1);
+            ids[row] = draw(&in, r, row, best, masses, (float *)(masses + count));
+        }
+        free(r);
+        free(masses);
+    }
+    return failed;
+}

@@ -1,0 +1,50 @@
+"""CPU implementation of ``sample`` in native C. Owns the argument passing to ``cpu.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from camshaft.kernels.native import KINDS
+from camshaft.kernels.op import OpCall, TensorInfo
+from camshaft.kernels.sampling.ref import sample_op
+
+_PARAMETERS = (("temperature", torch.float32), ("top_k", torch.int32), ("top_p", torch.float32),
+               ("min_p", torch.float32), ("uniform", torch.float32))
+
+
+def _supports(call: OpCall) -> str | None:
+    logits, *parameters = call.args
+    if isinstance(logits, TensorInfo) and logits.dtype not in KINDS:
+        return f"logits are {logits.dtype}, not one of {', '.join(map(str, KINDS))}"
+    for (name, dtype), tensor in zip(_PARAMETERS, parameters, strict=True):
+        if isinstance(tensor, TensorInfo) and tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype}, not {dtype}"
+    return None
+
+
+@sample_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
+def native_sample(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Bind ``camshaft_sample``. The result raises MemoryError where scratch memory cannot be had."""
+    run = library.camshaft_sample
+    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    run.argtypes = (address, number, kind, *(address,) * 5, number, number, address, address, kind)
+    run.restype = kind
+    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+
+    def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
+               min_p: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        rows, count = logits.shape
+        ids, finite = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.bool)
+        failed = run(logits.data_ptr(), logits.stride(0), kinds[logits.dtype], temperature.data_ptr(),
+                     top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), uniform.data_ptr(), rows, count,
+                     ids.data_ptr(), finite.data_ptr(), num_threads())
+        if failed:
+            raise MemoryError("sample: no memory for scratch space")
+        return ids, finite
+
+    return sample
