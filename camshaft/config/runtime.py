@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+from camshaft.config.build import BuildConfig
 from camshaft.config.doc import Doc, check_bool, check_choice, check_int, check_range
+from camshaft.core.errors import UserError
 
 CAPACITY_POLICIES = ("guaranteed_no_evict",)
 
@@ -51,3 +53,25 @@ class SchedulerConfig:
         check_int("scheduler.max_waiting", self.max_waiting, 1)
         if self.overlap_depth is not None:
             check_int("scheduler.overlap_depth", self.overlap_depth, 0, 1)
+
+
+def resolve_scheduler(cfg: SchedulerConfig, build: BuildConfig) -> SchedulerConfig:
+    """Replace every None of ``cfg`` from the engine's resolved ``build``; its limits are upper bounds.
+
+    ``context_chunk_tokens`` becomes max_num_tokens where it is not given or larger.
+    """
+    for name, bound in (("max_batch_size", build.max_batch_size), ("max_num_tokens", build.max_num_tokens)):
+        value = getattr(cfg, name)
+        if value is not None and value > bound:
+            raise UserError(f"scheduler.{name}", value, f"at most the engine's {bound}", "Lower it, or build with more")
+    max_num_tokens = cfg.max_num_tokens or build.max_num_tokens
+    max_batch_size = cfg.max_batch_size or min(build.max_batch_size, max_num_tokens)
+    if max_batch_size > max_num_tokens:
+        raise UserError("scheduler.max_batch_size", max_batch_size, f"at most max_num_tokens ({max_num_tokens})",
+                        "Every running request needs one token a step")
+    depth = cfg.overlap_depth
+    if depth is None:
+        depth = 0 if build.device == "cpu" else 1
+    return dataclasses.replace(cfg, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
+                               context_chunk_tokens=min(cfg.context_chunk_tokens or max_num_tokens, max_num_tokens),
+                               overlap_depth=depth)

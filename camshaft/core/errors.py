@@ -12,7 +12,8 @@
     │   ├── EngineDeviceError         built for another device or feature set
     │   └── EngineCorruptError        truncated, edited or missing parts
     └── InternalError                 our bug
-        └── EngineDeadError           the executor stopped after a failure; nothing more runs
+        ├── EngineDeadError           the executor stopped after a failure; nothing more runs
+        └── NonFiniteLogitsError      the model gave NaN or infinity for one request, which ends alone
 
 Owns the types and their wording; decides nothing about who catches them.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "EngineVersionError",
     "InternalError",
     "ModelNotFoundError",
+    "NonFiniteLogitsError",
     "QueueFullError",
     "RequestTooLargeError",
     "UserError",
@@ -108,3 +110,7 @@ class InternalError(CamshaftError):
 
 class EngineDeadError(InternalError):
     """The executor stopped after a failure; every later request gets this error."""
+
+
+class NonFiniteLogitsError(InternalError):
+    """A request's logits held NaN or infinity; that request ends and no other is touched."""

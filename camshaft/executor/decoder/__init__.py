@@ -1,0 +1,1 @@
+"""What happens to sampled tokens: stops now; beams, grammars and speculation have their place here."""

@@ -1,0 +1,267 @@
+"""The executor: takes requests from any thread, steps the engine on a thread of its own, hands out increments.
+
+Owns the thread, the bounded intake, overlap of steps, and what happens when something inside fails. What
+a step holds is ``microbatch.py``'s; what text it makes is the front's.
+
+Every accepted request gets exactly one final increment, whatever happens: an end, a cancellation, a
+failure of its own, or the failure of the whole executor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from camshaft.config.runtime import SchedulerConfig
+from camshaft.core.errors import EngineDeadError, InternalError, QueueFullError
+from camshaft.core.ids import RequestId
+from camshaft.core.log import logger
+from camshaft.executor import output
+from camshaft.executor.kv.manager import KVCacheManager
+from camshaft.executor.messages import GenerationRequest, Increment
+from camshaft.executor.microbatch import MicroBatchScheduler
+from camshaft.executor.request import ExecutorLimits, RequestSize, check_fits, check_request
+from camshaft.executor.stats import ExecutorStats
+from camshaft.runtime.step import StepHandle, StepRunner
+
+Sink = Callable[[list[Increment]], None]
+"""Takes one step's increments, at most one call a step; must return at once."""
+_IDLE_BEFORE_CHECK_S = 0.1
+"""How long nothing must have happened before the integrity check may take its time."""
+
+
+class Executor:
+    """Runs requests over ``runner`` and ``kv``. ``scheduler`` is resolved (see ``resolve_scheduler``).
+
+    With :meth:`start` a thread repeats :meth:`step`; without it, the caller does.
+    """
+
+    def __init__(self, runner: StepRunner, kv: KVCacheManager, *, limits: ExecutorLimits,
+                 scheduler: SchedulerConfig, sink: Sink) -> None:
+        if scheduler.overlap_depth is None:
+            raise InternalError("the scheduler configuration is not resolved")
+        self._runner = runner
+        self._kv = kv
+        self._limits = limits
+        self._sink = sink
+        self._overlap_depth = scheduler.overlap_depth
+        self._max_waiting = scheduler.max_waiting
+        self._batch = MicroBatchScheduler(kv, limits, scheduler)
+        self._frames: deque[StepHandle] = deque()
+        self._news: list[Increment] = []
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        """Guards everything below it, and wakes the thread."""
+        self._inbox: deque[GenerationRequest | RequestId] = deque()
+        self._num_arriving = 0
+        """Requests in the inbox."""
+        self._live: dict[RequestId, None] = {}
+        """Accepted requests that have not had their final increment, oldest first."""
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._closed = False
+        """Nothing is delivered any more."""
+        self._stats = self._snapshot()
+        self._last_turn_s = time.monotonic()
+
+    def start(self) -> None:
+        """Start the thread ``camshaft-executor``. Raises InternalError when called twice."""
+        if self._thread is not None:
+            raise InternalError("the executor was started before")
+        self._thread = threading.Thread(target=self._run, name="camshaft-executor", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Accept a request, from any thread.
+
+        Raises UserError or RequestTooLargeError for one that cannot run, QueueFullError when
+        ``max_waiting`` requests wait, EngineDeadError after a failure or shutdown.
+        """
+        check_request(request, self._limits, self._kv)
+        with self._changed:
+            self._check_alive()
+            if request.id in self._live:
+                raise InternalError(f"request id {request.id} is live already")
+            num_waiting = self._num_arriving + len(self._batch.waiting)
+            if num_waiting >= self._max_waiting:
+                raise QueueFullError(f"{num_waiting} requests wait, which is the most (scheduler.max_waiting)")
+            self._live[request.id] = None
+            self._inbox.append(request)
+            self._num_arriving += 1
+            self._changed.notify_all()
+
+    def check_fits(self, *, num_prompt_tokens: int, max_tokens: int, min_tokens: int = 0) -> None:
+        """Raise RequestTooLargeError, with the numbers, for a request of this size that could never run."""
+        check_fits(RequestSize(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, min_tokens=min_tokens),
+                   self._limits, self._kv)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request in any state, from any thread. Its final increment says "cancelled"; unknown ids are ignored."""
+        with self._changed:
+            if request_id in self._live:
+                self._inbox.append(request_id)
+                self._changed.notify_all()
+
+    def stats(self) -> ExecutorStats:
+        """Counters as they were after the last step, from any thread."""
+        with self._changed:
+            num_waiting = self._num_arriving + len(self._batch.waiting)
+            alive = not self._stopping and self._failure is None
+        return dataclasses.replace(self._stats, alive=alive, num_waiting=num_waiting,
+                                   seconds_since_step=time.monotonic() - self._last_turn_s)
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End every request ("cancelled") and the thread; idempotent, always returns.
+
+        A step that does not come back within ``timeout`` seconds is left behind with the thread, and its
+        requests end with EngineDeadError.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is None:
+            self.step()
+        elif thread is not threading.current_thread():
+            thread.join(timeout)
+            if thread.is_alive():
+                self._abandon()
+
+    def step(self) -> bool:
+        """One turn: intake, plan, submit, read the oldest step. False when there is nothing left to do.
+
+        Never raises: a failure ends every request with it and the executor too.
+        """
+        if self._failure is not None:
+            return False
+        try:
+            return self._wind_down() if self._stopping else self._turn()
+        except Exception as error:  # noqa: BLE001 - whatever failed, every request must hear of it
+            self._fail(error)
+            return False
+
+    def _turn(self) -> bool:
+        self._take_inbox()
+        plan = self._batch.next_plan()
+        if plan is not None:
+            self._frames.append(self._runner.submit(plan))
+        if self._frames and (plan is None or len(self._frames) > self._overlap_depth):
+            self._news += self._batch.apply(self._frames.popleft().result())
+        elif plan is None and self._batch.waiting:
+            raise InternalError("nothing runs, and yet the first waiting request was not admitted")
+        self._stats = self._snapshot()
+        self._last_turn_s = time.monotonic()
+        self._deliver()
+        return bool(self._frames or self._batch.waiting or self._batch.table.num_used or self._inbox)
+
+    def _wind_down(self) -> bool:
+        """End everything that is live, then read the steps in flight, so that no page is written any more."""
+        self._take_inbox()
+        self._news += self._batch.cancel_all()
+        while self._frames:
+            self._batch.apply(self._frames.popleft().result())
+        self._stats = self._snapshot()
+        self._deliver()
+        return False
+
+    def _take_inbox(self) -> None:
+        with self._changed:
+            orders = list(self._inbox)
+            self._inbox.clear()
+            self._num_arriving = 0
+            for order in orders:
+                if isinstance(order, GenerationRequest):
+                    self._batch.enqueue(order)
+        for order in orders:
+            if not isinstance(order, GenerationRequest) and (increment := self._batch.cancel(order)) is not None:
+                self._news.append(increment)
+
+    def _deliver(self) -> None:
+        news, self._news = self._news, []
+        if not news:
+            return
+        ended = [item.id for item in news if item.finish_reason is not None or item.error is not None]
+        with self._changed:
+            if self._closed:
+                return
+            for request_id in ended:
+                del self._live[request_id]
+        self._sink(news)
+
+    def _fail(self, error: Exception) -> None:
+        """Stop for good: end every live request with ``error``, give back its row and pages."""
+        logger.error("the executor stopped: %r", error, exc_info=error)
+        with self._changed:
+            self._failure = error
+            self._inbox.clear()
+            self._num_arriving = 0
+            told = {item.id for item in self._news if item.finish_reason is not None or item.error is not None}
+            self._news += [output.failed(request_id, self._dead()) for request_id in self._live if request_id not in told]
+        self._frames.clear()
+        self._batch.counters.num_failed += len(self._news)
+        try:
+            self._batch.drop_all()
+            self._stats = self._snapshot()
+        except Exception:  # the failure may be the cache's own; the requests must still be told
+            logger.exception("rows and pages could not be given back")
+        try:
+            self._deliver()
+        except Exception:  # the failure may be the sink's own; there is nobody left to tell
+            logger.exception("the final increments could not be delivered")
+
+    def _abandon(self) -> None:
+        """The thread hangs in a step: end its requests from here, and let nothing it may still bring through."""
+        with self._changed:
+            if self._closed or not self._live:
+                self._closed = True
+                return
+            self._closed = True
+            self._failure = self._failure or InternalError("a step did not come back before the shutdown's timeout")
+            news = [output.failed(request_id, self._dead()) for request_id in self._live]
+            self._live.clear()
+        logger.error("the executor's thread did not end; it is left behind")
+        self._sink(news)
+
+    def _dead(self) -> EngineDeadError:
+        error = EngineDeadError(f"the executor stopped after a failure: {self._failure!r}")
+        error.__cause__ = self._failure
+        return error
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._dead()
+        if self._stopping:
+            raise EngineDeadError("the executor has been shut down")
+
+    def _snapshot(self) -> ExecutorStats:
+        return ExecutorStats(alive=True, num_waiting=0, num_running=self._batch.table.num_used, seconds_since_step=0.0,
+                             counters=dataclasses.replace(self._batch.counters), kv=self._kv.stats())
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping and self._failure is None:
+                if not self.step():
+                    self._sleep()
+            self.step()
+        finally:
+            if self._live and self._failure is None:  # a BaseException ends the thread: SystemExit from a runner
+                self._fail(InternalError("the executor's thread was made to end"))
+
+    def _sleep(self) -> None:
+        """Wait for work; the cache is checked once on the way, when nothing came for a while."""
+        with self._changed:
+            if self._changed.wait_for(self._has_work, _IDLE_BEFORE_CHECK_S):
+                return
+        try:
+            self._kv.check_integrity()
+        except InternalError as error:
+            self._fail(error)
+            return
+        with self._changed:
+            self._changed.wait_for(self._has_work)
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox) or self._stopping or self._failure is not None

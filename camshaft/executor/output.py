@@ -1,0 +1,58 @@
+"""Increments from landed tokens. Owns their making, cheaply for the many rows that just go on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from camshaft.core.errors import NonFiniteLogitsError
+from camshaft.core.ids import RequestId
+from camshaft.executor.decoder.stop import LENGTH, STOP
+from camshaft.executor.messages import Increment
+
+
+def cancelled(request_id: RequestId) -> Increment:
+    """The last word to a request that was aborted or shut down."""
+    return Increment(id=request_id, finish_reason="cancelled")
+
+
+def failed(request_id: RequestId, error: Exception) -> Increment:
+    """The last word to a request that ended with an error."""
+    return Increment(id=request_id, error=error)
+
+
+def non_finite(request_id: RequestId, output_index: int) -> Increment:
+    """The last word to a request whose logits were not finite."""
+    return failed(request_id, NonFiniteLogitsError(
+        f"the model gave NaN or infinite logits for output token {output_index}; this request alone ends. "
+        "A wider dtype (bfloat16 or float32) helps where the model overflows"))
+
+
+def landed(request_id: RequestId, token_id: int, verdict: int, num_cached_tokens: int | None) -> Increment:
+    """A request's newest token with its verdict; ``num_cached_tokens`` on the first increment only."""
+    reason = {STOP: "stop", LENGTH: "length"}.get(verdict)
+    return Increment(id=request_id, token_ids=(token_id,), finish_reason=reason,
+                     stop_token_id=token_id if verdict == STOP else None, num_cached_tokens=num_cached_tokens)
+
+
+def plain_increments(request_ids: list[RequestId], token_ids: list[int]) -> list[Increment]:
+    """One-token increments of requests that go on.
+
+    Fills the slots directly: the generated ``__init__`` of a frozen dataclass is 2.4 times as slow, and this
+    runs for every request in every step.
+    """
+    made: Any = Increment
+    fresh = object.__new__
+    set_id, set_tokens = made.id.__set__, made.token_ids.__set__
+    set_reason, set_stop = made.finish_reason.__set__, made.stop_token_id.__set__
+    set_error, set_cached = made.error.__set__, made.num_cached_tokens.__set__
+    increments = []
+    for request_id, token_id in zip(request_ids, token_ids, strict=True):
+        increment = fresh(made)
+        set_id(increment, request_id)
+        set_tokens(increment, (token_id,))
+        set_reason(increment, None)
+        set_stop(increment, None)
+        set_error(increment, None)
+        set_cached(increment, None)
+        increments.append(increment)
+    return cast("list[Increment]", increments)
