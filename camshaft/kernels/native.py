@@ -4,7 +4,8 @@ Owns the compiler's discovery, its flags and the library's file name. Where ther
 fails, the answer is None with the reason logged: callers then use the torch implementations.
 
 ``-ffast-math`` is left out on purpose: NaN and infinity must stay detectable. Sums are written with
-explicit lanes instead, which vectorises them and fixes their order.
+explicit lanes instead, which vectorises them and fixes their order. torch is imported first because its
+OpenMP runtime then serves ours too: one thread pool, sized by ``torch.get_num_threads()``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from camshaft.core import env
 from camshaft.core.device import probe_cpu
 from camshaft.core.errors import EngineCorruptError
 from camshaft.core.log import logger
+from camshaft.kernels.op import OpCall, TensorInfo
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fPIC", "-fvisibility=default")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtype codes of ``native.h``."""
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_SECONDS = 300
 _FOLDER = Path(__file__).parent
@@ -88,6 +92,16 @@ def _run(command: list[str]) -> str:
     if done.returncode != 0:
         raise _BuildError(f"{shlex.join(command)} exited with {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.stdout
+
+
+def same_kind(call: OpCall) -> str | None:
+    """Capability check of kernels whose tensors all share one dtype of ``KINDS``; None where they do."""
+    found = [argument.dtype for argument in call.args if isinstance(argument, TensorInfo)]
+    if found[0] not in KINDS:
+        return f"{found[0]} is not one of {', '.join(map(str, KINDS))}"
+    if len(set(found)) > 1:
+        return f"mixes {' and '.join(sorted(map(str, set(found))))}"
+    return None
 
 
 def compile_library(folder: Path) -> Path | None:

@@ -1,0 +1,1 @@
+"""Gated activations over a merged gate-up product."""

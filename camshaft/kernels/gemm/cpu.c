@@ -1,0 +1,172 @@
+/* y[T,N] = x[T,K] * weight[N,K]^T + bias[N], bound by how fast weights stream from memory.
+ *
+ * Every output is one accumulator of LANES partial sums walking k upwards, whatever T is: the result of a row
+ * never depends on its neighbours in the batch. Each thread owns a contiguous range of weight rows. Up to
+ * STREAM_TOKENS tokens, rows go by one at a time, a single linear stream that the hardware prefetches;
+ * beyond, ROWS x TOKENS tiles are held in registers and a block of rows stays in the first-level cache. */
+#include "native.h"
+
+#include <omp.h>
+#include <stdlib.h>
+
+#define STREAM_TOKENS 4
+#define ROWS 4
+#if LANES == 16
+#define TOKENS 4
+#else
+#define TOKENS 3
+#endif
+#define TILE_BYTES (192 * 1024)
+#define MIN_PARALLEL_PRODUCTS 32768
+
+typedef struct {
+    const void *x, *weight, *bias;
+    void *y;
+    long tokens, rows, depth, x_stride, weight_stride;
+    int kind;
+} Product;
+
+/* Stores four outputs `step` elements apart in y, of which `count` exist. */
+INLINE void finish(const Product *p, long token, long row, vquad values, int count, int along_rows, int kind) {
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) {
+        long t = along_rows ? token : token + i, r = along_rows ? row + i : row;
+        float value = values[i];
+        if (p->bias) value += load_one(at(p->bias, r, kind), kind);
+        store_one(at_mut(p->y, t * p->rows + r, kind), value, kind);
+    }
+}
+
+/* One step over k of the tile below: names, not arrays, because gcc keeps only names in registers. */
+#define ROW_STEP(r, LOAD_X, LOAD_W) \
+    if (r < rows) { \
+        vfloat w = LOAD_W(r); \
+        PIN(w); \
+        s##r##0 += w * x0; \
+        if (tokens > 1) s##r##1 += w * x1; \
+        if (tokens > 2) s##r##2 += w * x2; \
+        if (tokens > 3) s##r##3 += w * x3; \
+    }
+#define STEP(LOAD_X, LOAD_W) \
+    do { \
+        vfloat x0 = LOAD_X(0), x1 = {0}, x2 = {0}, x3 = {0}; \
+        PIN(x0); \
+        if (tokens > 1) { x1 = LOAD_X(1); PIN(x1); } \
+        if (tokens > 2) { x2 = LOAD_X(2); PIN(x2); } \
+        if (tokens > 3) { x3 = LOAD_X(3); PIN(x3); } \
+        ROW_STEP(0, LOAD_X, LOAD_W) ROW_STEP(1, LOAD_X, LOAD_W) \
+        ROW_STEP(2, LOAD_X, LOAD_W) ROW_STEP(3, LOAD_X, LOAD_W) \
+    } while (0)
+#define WHOLE_X(t) load(x + t * x_stride + k, KIND_F32)
+#define WHOLE_W(r) load(at(weight, r * weight_stride + k, weight_kind), weight_kind)
+#define PART_X(t) load_part(x + t * x_stride + k, rest, KIND_F32)
+#define PART_W(r) load_part(at(weight, r * weight_stride + k, weight_kind), rest, weight_kind)
+#define NO_SUMS(r) vfloat s##r##0 = {0}, s##r##1 = {0}, s##r##2 = {0}, s##r##3 = {0}
+
+/* A tile of `rows` (1 or 4) x `tokens` (1 to 4) outputs over the whole depth. x is fp32. */
+INLINE void tile(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
+                 long token, long row, int tokens, int rows, int weight_kind, int kind) {
+    NO_SUMS(0); NO_SUMS(1); NO_SUMS(2); NO_SUMS(3);
+    long whole = p->depth / LANES * LANES, rest = p->depth - whole, k = 0;
+    for (; k < whole; k += LANES) STEP(WHOLE_X, WHOLE_W);
+    if (rest) STEP(PART_X, PART_W);
+    if (rows == 1) {
+        finish(p, token, row, lane_sums(s00, s01, s02, s03), tokens, 0, kind);
+        return;
+    }
+    finish(p, token, row, lane_sums(s00, s10, s20, s30), 4, 1, kind);
+    if (tokens > 1) finish(p, token + 1, row, lane_sums(s01, s11, s21, s31), 4, 1, kind);
+    if (tokens > 2) finish(p, token + 2, row, lane_sums(s02, s12, s22, s32), 4, 1, kind);
+    if (tokens > 3) finish(p, token + 3, row, lane_sums(s03, s13, s23, s33), 4, 1, kind);
+}
+
+/* `rows` weight rows, in cache after their first use, times tokens [from, to), whose fp32 values start at x. */
+INLINE void band(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
+                 long row, long from, long to, int rows, int weight_kind, int kind) {
+    int tokens = rows == 1 ? 4 : TOKENS;
+    long t = from;
+    for (; t + tokens <= to; t += tokens, x += tokens * x_stride)
+        tile(p, x, x_stride, weight, weight_stride, t, row, tokens, rows, weight_kind, kind);
+    switch (to - t) {
+    case 1: tile(p, x, x_stride, weight, weight_stride, t, row, 1, rows, weight_kind, kind); break;
+    case 2: tile(p, x, x_stride, weight, weight_stride, t, row, 2, rows, weight_kind, kind); break;
+    case 3: tile(p, x, x_stride, weight, weight_stride, t, row, 3, rows, weight_kind, kind); break;
+    }
+}
+
+INLINE void stream(const Product *p, const float *x, long x_stride, long first, long last, int kind) {
+    for (long n = first; n < last; n++)
+        band(p, x, x_stride, at(p->weight, n * p->weight_stride, kind), p->weight_stride, n, 0, p->tokens, 1, kind, kind);
+}
+
+static void widen(float *to, const void *from, long rows, long depth, long stride, int kind) {
+    for (long r = 0; r < rows; r++, to += depth) {
+        const void *line = at(from, r * stride, kind);
+        long k = 0;
+        for (; k + LANES <= depth; k += LANES) store(to + k, load(at(line, k, kind), kind), KIND_F32);
+        if (k < depth) store_part(to + k, load_part(at(line, k, kind), depth - k, kind), depth - k, KIND_F32);
+    }
+}
+
+INLINE void tiled(const Product *p, float *scratch, long block, long first, long last, int kind) {
+    float *weight_scratch = scratch ? scratch + block * p->depth : 0;
+    for (long from = 0; from < p->tokens; from += block) {
+        long to = from + block < p->tokens ? from + block : p->tokens;
+        const float *x = at(p->x, from * p->x_stride, kind);
+        long x_stride = p->x_stride;
+        if (kind != KIND_F32) {
+            widen(scratch, x, to - from, p->depth, x_stride, kind);
+            x = scratch, x_stride = p->depth;
+        }
+        for (long n = first; n < last; n += ROWS) {
+            int rows = last - n < ROWS ? (int)(last - n) : ROWS;
+            const float *weight = at(p->weight, n * p->weight_stride, kind);
+            long stride = p->weight_stride;
+            if (kind != KIND_F32) {
+                widen(weight_scratch, weight, rows, p->depth, stride, kind);
+                weight = weight_scratch, stride = p->depth;
+            }
+            if (rows == ROWS) band(p, x, x_stride, weight, stride, n, from, to, ROWS, KIND_F32, kind);
+            else for (int r = 0; r < rows; r++)
+                band(p, x, x_stride, weight + r * stride, stride, n + r, from, to, 1, KIND_F32, kind);
+        }
+    }
+}
+
+INLINE int share(const Product *p, long first, long last, int kind) {
+    if (first >= last) return 0;
+    long block = TILE_BYTES / 4 / p->depth / TOKENS * TOKENS;
+    if (block < 4 * TOKENS) block = 4 * TOKENS;
+    if (block > p->tokens) block = p->tokens;
+    float *scratch = 0;
+    if (kind != KIND_F32) {
+        scratch = malloc((size_t)((block + ROWS) * p->depth) * sizeof *scratch);
+        if (!scratch) return 1;
+    }
+    if (p->tokens > STREAM_TOKENS) tiled(p, scratch, block, first, last, kind);
+    else if (kind == KIND_F32) stream(p, p->x, p->x_stride, first, last, kind);
+    else {
+        widen(scratch, p->x, p->tokens, p->depth, p->x_stride, kind);
+        stream(p, scratch, p->depth, first, last, kind);
+    }
+    free(scratch);
+    return 0;
+}
+
+/* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. Returns 1 without memory. */
+int camshaft_linear(const void *x, const void *weight, const void *bias, void *y, long tokens, long rows, long depth,
+                    long x_stride, long weight_stride, int kind, int threads) {
+    const Product p = {x, weight, bias, y, tokens, rows, depth, x_stride, weight_stride, kind};
+    int failed = 0;
+    if (tokens == 0 || rows == 0) return 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed) if (tokens * rows * depth > MIN_PARALLEL_PRODUCTS)
+    {
+        long count = omp_get_num_threads(), index = omp_get_thread_num(), bands = (rows + ROWS - 1) / ROWS;
+        long first = bands * index / count * ROWS, last = bands * (index + 1) / count * ROWS;
+        if (last > rows) last = rows;
+        if (kind == KIND_F32) failed |= share(&p, first, last, KIND_F32);
+        else if (kind == KIND_BF16) failed |= share(&p, first, last, KIND_BF16);
+        else failed |= share(&p, first, last, KIND_F16);
+    }
+    return failed;
+}

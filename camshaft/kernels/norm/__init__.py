@@ -1,0 +1,1 @@
+"""Normalisation over the last dimension, alone and joined with the residual add before it."""
