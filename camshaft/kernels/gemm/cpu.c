@@ -135,7 +135,7 @@ INLINE void tiled(const Product *p, float *scratch, long block, long first, long
 
 INLINE int share(const Product *p, long first, long last, int kind) {
     if (first >= last) return 0;
-    long block = TILE_BYTES / 4 / p->depth / TOKENS * TOKENS;
+    long block = TILE_BYTES / 4 / (p->depth + 1) / TOKENS * TOKENS;
     if (block < 4 * TOKENS) block = 4 * TOKENS;
     if (block > p->tokens) block = p->tokens;
     float *scratch = 0;
