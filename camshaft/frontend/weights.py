@@ -92,5 +92,5 @@ def _parameter_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tup
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
