@@ -3,7 +3,7 @@
 Owns writing it whole or not at all, loading it with every part checked, and the full report of
 ``verify_engine``. Bytes and mapping are ``storage.py``; the schema is ``manifest.py``.
 
-A folder holds ``engine.json`` (its first line is the SHA-256 of all that follows), ``graph.txt``,
+A folder holds ``engine.json`` (its first line is the SHA-256 of all that follows), ``graph.json``,
 ``weights.safetensors``, ``tokenizer/`` and, with native kernels, the shared library.
 """
 
@@ -41,7 +41,7 @@ from camshaft.ir.weight import Weight
 from camshaft.kernels.native import load_library
 
 MANIFEST_FILE = "engine.json"
-_GRAPH_FILE = "graph.txt"
+_GRAPH_FILE = "graph.json"
 _WEIGHTS_FILE = "weights.safetensors"
 _TOKENIZER_FOLDER = "tokenizer"
 _IN_MEMORY = "(memory)"

@@ -138,7 +138,7 @@ def test_junk_manifests_are_refused(folder, junk):
 
 
 HOSTILE = {
-    "leaves by ..": lambda data: data["graph"].update(file="../graph.txt"),
+    "leaves by ..": lambda data: data["graph"].update(file="../graph.json"),
     "absolute graph": lambda data: data["graph"].update(file="/etc/hostname"),
     "absolute tensor": lambda data: data["tensors"]["a.weight"].update(file="/etc/hostname"),
     "negative offset": lambda data: data["tensors"]["a.weight"].update(offset=-64),
@@ -164,8 +164,8 @@ def test_sealed_but_hostile_manifests_are_refused(folder, kind):
 
 
 def test_a_link_out_of_the_engine_is_refused(folder, tmp_path):
-    shutil.move(folder / "graph.txt", tmp_path / "graph.txt")
-    os.symlink(tmp_path / "graph.txt", folder / "graph.txt")
+    shutil.move(folder / "graph.json", tmp_path / "graph.json")
+    os.symlink(tmp_path / "graph.json", folder / "graph.json")
     with pytest.raises(EngineCorruptError, match="leaves the engine"):
         Engine.load(folder)
 
@@ -202,7 +202,7 @@ def test_what_is_no_engine_is_refused_in_words(tmp_path):
 
 def test_verify_reports_every_part(folder):
     assert all(check.problem is None for check in verify_engine(folder))
-    assert {check.part for check in verify_engine(folder)} >= {"engine.json", "graph.txt", *tensors()}
+    assert {check.part for check in verify_engine(folder)} >= {"engine.json", "graph.json", *tensors()}
     data = bytearray((folder / "weights.safetensors").read_bytes())
     data[Engine.load(folder).manifest.tensors["b.half"].offset] ^= 1
     (folder / "weights.safetensors").write_bytes(data)

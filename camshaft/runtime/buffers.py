@@ -1,0 +1,99 @@
+"""KV memory of a runtime: how many pages fit, and the pools that hold them.
+
+Owns sizing and allocation. Who gets which page is the executor's business.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from camshaft.config.kv import LifeCycleSpec
+from camshaft.config.runtime import KvCacheConfig
+from camshaft.core.errors import UserError
+from camshaft.engine.artifact import Engine
+
+_CGROUP_FILES = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes",
+     "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
+)
+"""Limit, use, statistics file, and the statistic that counts reclaimable file cache; version 2, then 1."""
+
+
+def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) -> tuple[int, ...]:
+    """Pages of each life cycle, the trash page included, so that all of them stay within the budget.
+
+    The budget is ``max_bytes``, never exceeded, or ``memory_fraction`` of what is free once the weights and
+    a step's activations are in place. Raises UserError, with the numbers, where not even one page fits.
+    """
+    if kv_cache.max_bytes is not None:
+        field, asked, budget = "kv_cache.max_bytes", float(kv_cache.max_bytes), kv_cache.max_bytes
+    else:
+        field, asked = "kv_cache.memory_fraction", kv_cache.memory_fraction
+        budget = int(max(0, free_bytes(device) - _still_to_come(engine, device)) * kv_cache.memory_fraction)
+    life_cycles = engine.manifest.life_cycles
+    page_bytes = sum(spec.page_bytes for spec in life_cycles)
+    pages = budget // page_bytes
+    if pages < 2:
+        raise UserError(field, int(asked) if asked.is_integer() else asked,
+                        f"gives {budget} bytes; two pages (one of them spare) of {page_bytes} bytes are the least",
+                        f"Raise it, or set kv_cache.max_bytes to {2 * page_bytes} or more")
+    return (pages,) * len(life_cycles)
+
+
+def describe_kv(engine: Engine, num_pages: tuple[int, ...]) -> str:
+    """One line saying what a choice of pages amounts to."""
+    life_cycles = engine.manifest.life_cycles
+    num_bytes = sum(spec.page_bytes * pages for spec, pages in zip(life_cycles, num_pages, strict=True))
+    num_tokens = min(spec.page_size * (pages - 1) for spec, pages in zip(life_cycles, num_pages, strict=True))
+    longest = engine.manifest.build.max_seq_len or num_tokens
+    note = "" if num_tokens >= longest else f"; fewer than the engine's longest request ({longest})"
+    return f"KV cache: {num_bytes / 2**20:.0f} MiB, {num_tokens} tokens in pages of {life_cycles[0].page_size}{note}"
+
+
+def _still_to_come(engine: Engine, device: torch.device) -> int:
+    """Memory that is spoken for but not yet counted as used: activations, and weights that are only mapped."""
+    pending = engine.manifest.activation_peak_bytes
+    if device.type != "cpu" or engine.folder is not None:
+        pending += sum(tensor.nbytes for tensor in engine.tensors().values())
+    return pending
+
+
+def free_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated on ``device``; on Linux a control group's limit counts too."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available: float = math.inf
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_file, used_file, stat_file, reclaimable in _CGROUP_FILES:
+        limit, used = _read(root / limit_file).strip(), _read(root / used_file).strip()
+        if limit.isdigit() and used.isdigit():
+            stats = dict(line.split(maxsplit=1) for line in _read(root / stat_file).splitlines() if " " in line)
+            available = min(available, max(0, int(limit) - int(used) + int(stats.get(reclaimable, 0))))
+    if math.isinf(available):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(available)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def allocate_pools(life_cycles: tuple[LifeCycleSpec, ...], num_pages: tuple[int, ...],
+                   device: torch.device) -> tuple[torch.Tensor, ...]:
+    """A zeroed pool ``[layers, pages, 2, kv heads, page size, head dim]`` a life cycle.
+
+    Zeros matter: a kernel may read a page's unused slots and multiply them by nothing.
+    On a CPU the operating system hands pages of memory out at first touch.
+    """
+    return tuple(torch.zeros(spec.pool_shape(pages), dtype=getattr(torch, spec.dtype), device=device)
+                 for spec, pages in zip(life_cycles, num_pages, strict=True))
