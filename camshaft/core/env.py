@@ -44,3 +44,8 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     home = read("XDG_CACHE_HOME")
     return (Path(home) if home else Path("~/.cache").expanduser()) / "camshaft"
+
+
+def for_child(**changes: str) -> dict[str, str]:
+    """The environment of a program that is started, with ``changes`` on top."""
+    return {**os.environ, **changes}
