@@ -190,4 +190,21 @@ INLINE vquad lane_sums(vfloat a, vfloat b, vfloat c, vfloat d) {
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
+/* e^x to 2e-7, relative; from 88 on that of 88, below -87 zero, NaN stays. x = n ln 2 + r, Taylor to r^7. */
+INLINE vfloat exp_lanes(vfloat x) {
+    vint high = (vint)(x > 88.f), low = (vint)(x < -87.f);
+    x = (vfloat)(((vint)x & ~high) | ((vint)splat(88.f) & high));
+    vfloat shifted = x * 0x1.715476p+0f + 0x1.8p23f; /* leaves n in the low bits of the mantissa */
+    vfloat n = shifted - 0x1.8p23f;
+    vfloat r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+    vfloat y = r * (1 / 5040.f) + 1 / 720.f;
+    y = y * r + 1 / 120.f;
+    y = y * r + 1 / 24.f;
+    y = y * r + 1 / 6.f;
+    y = y * r + 0.5f;
+    y = y * r + 1.f;
+    y = y * r + 1.f;
+    return (vfloat)(((vint)y + ((vint)shifted << 23)) & ~low);
+}
+
 #endif

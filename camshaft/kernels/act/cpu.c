@@ -1,0 +1,56 @@
+/* Gated activations: out[r, i] = f(gate_up[r, i]) * gate_up[r, size + i]. */
+#include "native.h"
+
+#define MIN_PARALLEL_VALUES 16384
+
+enum { SILU, GELU_TANH, GELU };
+
+/* x / (1 + e^-t): x times the logistic function of t. */
+INLINE vfloat gated(vfloat x, vfloat t) { return x / (1.f + exp_lanes(-t)); }
+
+/* x * (1 + erf(x / sqrt 2)) / 2, erf by Abramowitz and Stegun 7.1.26: absolute error 1.5e-7. */
+INLINE vfloat gelu(vfloat x) {
+    vint sign = (vint)x & INT32_MIN;
+    vfloat a = (vfloat)((vint)x & INT32_MAX) * 0.70710678f, t = 1.f / (1.f + 0.3275911f * a);
+    vfloat y = t * 1.061405429f - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = y * t + 0.254829592f;
+    vfloat erf = 1.f - y * t * exp_lanes(-a * a);
+    return 0.5f * x * (1.f + (vfloat)((vint)erf | sign));
+}
+
+INLINE vfloat activate(vfloat x, int form) {
+    if (form == SILU) return gated(x, x);
+    if (form == GELU_TANH) return gated(x, 1.5957691f * (x + 0.044715f * x * x * x));
+    return gelu(x);
+}
+
+INLINE void row(const void *gate, const void *up, void *out, long size, int form, int kind) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store(at_mut(out, i, kind), activate(load(at(gate, i, kind), kind), form) * load(at(up, i, kind), kind), kind);
+    if (i < size) {
+        vfloat g = load_part(at(gate, i, kind), size - i, kind), u = load_part(at(up, i, kind), size - i, kind);
+        store_part(at_mut(out, i, kind), activate(g, form) * u, size - i, kind);
+    }
+}
+
+INLINE void row_of(const void *gate, const void *up, void *out, long size, int form, int kind) {
+    if (kind == KIND_F32) row(gate, up, out, size, form, KIND_F32);
+    else if (kind == KIND_BF16) row(gate, up, out, size, form, KIND_BF16);
+    else row(gate, up, out, size, form, KIND_F16);
+}
+
+/* gate_up: [rows, 2 * size], row stride in elements; out: [rows, size], contiguous. */
+void camshaft_gated(const void *gate_up, long stride, void *out, long rows, long size, int form, int kind,
+                    int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > MIN_PARALLEL_VALUES)
+    for (long r = 0; r < rows; r++) {
+        const void *gate = at(gate_up, r * stride, kind), *up = at(gate, size, kind);
+        void *to = at_mut(out, r * size, kind);
+        if (form == SILU) row_of(gate, up, to, size, SILU, kind);
+        else if (form == GELU_TANH) row_of(gate, up, to, size, GELU_TANH, kind);
+        else row_of(gate, up, to, size, GELU, kind);
+    }
+}
