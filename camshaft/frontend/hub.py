@@ -70,7 +70,7 @@ def cached_model(repo: str) -> Path | None:
         folder = Path(snapshot_download(repo, local_files_only=True, allow_patterns=list(ALLOWED_FILES),
                                         ignore_patterns=list(_IGNORED_FILES)))
         _check_complete(repo, folder)
-    except (*hub_failures(), ModelNotFoundError):  # absent or incomplete: the caller has other places to look
+    except hub_failures():  # absent or incomplete: the caller has other places to look
         return None
     return folder
 
