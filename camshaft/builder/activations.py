@@ -19,18 +19,20 @@ from camshaft.ir.program import Program
 def activation_peak_bytes(program: Program, cfg: BuildConfig) -> int:
     """Most bytes of intermediate tensors alive at once in a step of ``max_num_tokens`` tokens and a full batch."""
     sizes = _largest_sizes(program, cfg)
-    owner: dict[fx.Node, fx.Node] = {}
+    holds: dict[fx.Node, frozenset[fx.Node]] = {}
     last_use: dict[fx.Node, int] = {}
     order = list(program.graph.nodes)
     for place, node in enumerate(order):
-        for source in node.all_input_nodes:
-            if source in owner:
-                last_use[owner[source]] = place
-        if node.op == "call_function":
-            viewed = _viewed(node)
-            if viewed is None or viewed in owner:
-                owner[node] = node if viewed is None else owner[viewed]
-                last_use.setdefault(owner[node], place)
+        held = frozenset().union(*(holds.get(source, frozenset()) for source in node.all_input_nodes))
+        last_use.update(dict.fromkeys(held, place))
+        if node.op != "call_function":
+            continue
+        name = nodes.target_name(node.target)
+        if name not in ("getitem", *nodes.VIEW_OPS):
+            # a reshape is a view or a copy, which only the run decides: it counts as both
+            held = held | {node} if name == "aten.reshape.default" else frozenset({node})
+            last_use[node] = place
+        holds[node] = held
     sizes_of = {node: _result_bytes(node.meta["val"], sizes) for node in last_use}
     freed: dict[int, int] = {}
     for node, place in last_use.items():
@@ -41,14 +43,6 @@ def activation_peak_bytes(program: Program, cfg: BuildConfig) -> int:
         peak = max(peak, alive)
         alive -= freed.get(place, 0)
     return peak
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node whose storage this one shares; None when it has its own."""
-    if nodes.target_name(node.target) not in ("getitem", *nodes.VIEW_OPS):
-        return None
-    source = node.args[0]
-    return source if isinstance(source, fx.Node) else None
 
 
 def _largest_sizes(program: Program, cfg: BuildConfig) -> dict[sympy.Symbol, sympy.Integer]:
