@@ -52,7 +52,10 @@ class Executor:
         self._batch = MicroBatchScheduler(kv, limits, scheduler)
         self._frames: deque[StepHandle] = deque()
         self._news: list[Increment] = []
+        self._last_turn_s = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._books = threading.Lock()
+        """Held while the scheduler and the cache change, never while a step runs. Taken before ``_changed``."""
         self._changed = threading.Condition()
         """Guards everything below it, and wakes the thread."""
         self._inbox: deque[GenerationRequest | RequestId] = deque()
@@ -64,8 +67,6 @@ class Executor:
         self._failure: Exception | None = None
         self._closed = False
         """Nothing is delivered any more."""
-        self._stats = self._snapshot()
-        self._last_turn_s = time.monotonic()
 
     def start(self) -> None:
         """Start the thread ``camshaft-executor``. Raises InternalError when called twice."""
@@ -99,19 +100,20 @@ class Executor:
                    self._limits, self._kv)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request in any state, from any thread. Its final increment says "cancelled"; unknown ids are ignored."""
+        """End a request in any state, from any thread: its final increment says "cancelled". Unknown ids are ignored."""
         with self._changed:
             if request_id in self._live:
                 self._inbox.append(request_id)
                 self._changed.notify_all()
 
     def stats(self) -> ExecutorStats:
-        """Counters as they were after the last step, from any thread."""
-        with self._changed:
-            num_waiting = self._num_arriving + len(self._batch.waiting)
-            alive = not self._stopping and self._failure is None
-        return dataclasses.replace(self._stats, alive=alive, num_waiting=num_waiting,
-                                   seconds_since_step=time.monotonic() - self._last_turn_s)
+        """Consistent counters, from any thread; waits for bookkeeping at most, never for a step."""
+        with self._books, self._changed:
+            return ExecutorStats(
+                alive=not self._stopping and self._failure is None,
+                num_waiting=self._num_arriving + len(self._batch.waiting), num_running=self._batch.table.num_used,
+                seconds_since_step=time.monotonic() - self._last_turn_s,
+                counters=dataclasses.replace(self._batch.counters), kv=self._kv.stats())
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End every request ("cancelled") and the thread; idempotent, always returns.
@@ -144,26 +146,30 @@ class Executor:
             return False
 
     def _turn(self) -> bool:
-        self._take_inbox()
-        plan = self._batch.next_plan()
+        with self._books:
+            self._take_inbox()
+            plan = self._batch.next_plan()
         if plan is not None:
             self._frames.append(self._runner.submit(plan))
         if self._frames and (plan is None or len(self._frames) > self._overlap_depth):
-            self._news += self._batch.apply(self._frames.popleft().result())
+            out = self._frames.popleft().result()
+            with self._books:
+                self._news += self._batch.apply(out)
         elif plan is None and self._batch.waiting:
             raise InternalError("nothing runs, and yet the first waiting request was not admitted")
-        self._stats = self._snapshot()
         self._last_turn_s = time.monotonic()
         self._deliver()
         return bool(self._frames or self._batch.waiting or self._batch.table.num_used or self._inbox)
 
     def _wind_down(self) -> bool:
         """End everything that is live, then read the steps in flight, so that no page is written any more."""
-        self._take_inbox()
-        self._news += self._batch.cancel_all()
+        with self._books:
+            self._take_inbox()
+            self._news += self._batch.cancel_all()
         while self._frames:
-            self._batch.apply(self._frames.popleft().result())
-        self._stats = self._snapshot()
+            out = self._frames.popleft().result()
+            with self._books:
+                self._batch.apply(out)
         self._deliver()
         return False
 
@@ -183,7 +189,7 @@ class Executor:
         news, self._news = self._news, []
         if not news:
             return
-        ended = [item.id for item in news if item.finish_reason is not None or item.error is not None]
+        ended = _ended_ids(news)
         with self._changed:
             if self._closed:
                 return
@@ -198,18 +204,19 @@ class Executor:
             self._failure = error
             self._inbox.clear()
             self._num_arriving = 0
-            told = {item.id for item in self._news if item.finish_reason is not None or item.error is not None}
-            self._news += [output.failed(request_id, self._dead()) for request_id in self._live if request_id not in told]
+            told = set(_ended_ids(self._news))
+            left = [request_id for request_id in self._live if request_id not in told]
+            self._news += [output.failed(request_id, self._dead()) for request_id in left]
         self._frames.clear()
-        self._batch.counters.num_failed += len(self._news)
         try:
-            self._batch.drop_all()
-            self._stats = self._snapshot()
-        except Exception:  # the failure may be the cache's own; the requests must still be told
+            with self._books:
+                self._batch.counters.num_failed += len(left)
+                self._batch.drop_all()
+        except Exception:  # noqa: BLE001 - the failure may be the cache's own; the requests must still be told
             logger.exception("rows and pages could not be given back")
         try:
             self._deliver()
-        except Exception:  # the failure may be the sink's own; there is nobody left to tell
+        except Exception:  # noqa: BLE001 - the failure may be the sink's own; there is nobody left to tell
             logger.exception("the final increments could not be delivered")
 
     def _abandon(self) -> None:
@@ -236,10 +243,6 @@ class Executor:
         if self._stopping:
             raise EngineDeadError("the executor has been shut down")
 
-    def _snapshot(self) -> ExecutorStats:
-        return ExecutorStats(alive=True, num_waiting=0, num_running=self._batch.table.num_used, seconds_since_step=0.0,
-                             counters=dataclasses.replace(self._batch.counters), kv=self._kv.stats())
-
     def _run(self) -> None:
         try:
             while not self._stopping and self._failure is None:
@@ -265,3 +268,7 @@ class Executor:
 
     def _has_work(self) -> bool:
         return bool(self._inbox) or self._stopping or self._failure is not None
+
+
+def _ended_ids(news: list[Increment]) -> list[RequestId]:
+    return [item.id for item in news if item.finish_reason is not None or item.error is not None]

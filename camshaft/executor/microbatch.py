@@ -26,6 +26,9 @@ from camshaft.executor.stats import Counters
 from camshaft.executor.table import CONTEXT, DRAINING, GENERATION, RequestTable
 from camshaft.runtime.step import BoolArray, Int32Array, PageUpdates, RowArrival, StepOutput, StepPlan
 
+_PAGES_AT_ONCE = 4
+"""A generating row takes its pages a few at a time: a call to the cache costs as much as the rest of the row's
+step. They come out of what it was promised, so nobody is kept out by them."""
 _NONE = np.zeros(0, np.int32)
 _NO_UPDATES = PageUpdates(rows=_NONE, columns=_NONE, pages=_NONE, copy_from=_NONE, copy_to=_NONE)
 
@@ -86,7 +89,7 @@ class MicroBatchScheduler:
         rows = table.generation_rows()
         starts = table.num_scheduled[rows]
         for row in rows[starts >= table.held_pages[rows] * self._kv.page_size].tolist():
-            self._reserve(row, int(table.num_scheduled[row]) + 1)
+            self._reserve_ahead(row)
         output_indices = table.num_scheduled_outputs[rows]
         table.num_scheduled[rows] += 1
         table.num_scheduled_outputs[rows] += 1
@@ -165,12 +168,17 @@ class MicroBatchScheduler:
             table.num_scheduled_outputs[row] = 1
         return _Chunk(row, start, end, end == prompt_len)
 
+    def _reserve_ahead(self, row: int) -> None:
+        table = self.table
+        num_pages = min(int(table.held_pages[row]) + _PAGES_AT_ONCE, int(table.worst_pages[row]))
+        self._reserve(row, num_pages * self._kv.page_size)
+
     def _reserve(self, row: int, num_tokens: int) -> None:
         request_id = self.table.ids[row]
         reservation = self._kv.reserve(request_id, num_tokens)
         if reservation is None:
             raise InternalError(f"no page for token {num_tokens} of request {request_id}, which was promised one")
-        self.table.held_pages[row] = self._kv.held_pages(request_id)
+        self.table.held_pages[row] = max(int(self.table.held_pages[row]), self._kv.pages_for(num_tokens))
         self._reserved.append((row, reservation))
 
     def _packed(self, rows: Int32Array, starts: Int32Array, output_indices: Int32Array,

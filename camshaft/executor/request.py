@@ -58,7 +58,8 @@ def check_fits(size: RequestSize, limits: ExecutorLimits, kv: KVCacheManager) ->
         raise RequestTooLargeError("prompt", found, f"at most {limits.max_seq_len - 1} prompt tokens",
                                    "Shorten the prompt, or build with a larger max_seq_len")
     if size.min_tokens > room:
-        raise RequestTooLargeError("min_tokens", f"{size.min_tokens} ({found})", f"at most the {room} tokens that are left",
+        raise RequestTooLargeError("min_tokens", f"{size.min_tokens} ({found})",
+                                   f"at most the {room} tokens that are left",
                                    "Lower min_tokens, shorten the prompt, or build with a larger max_seq_len")
     if not kv.can_ever_hold(size.worst_case_tokens(limits)):
         raise RequestTooLargeError("max_tokens", found, f"at most {pool_tokens} tokens of prompt and output together, "
@@ -81,5 +82,6 @@ def check_request(request: GenerationRequest, limits: ExecutorLimits, kv: KVCach
     if not 0 <= request.min_tokens <= request.max_tokens:
         raise UserError("min_tokens", request.min_tokens, f"from 0 to max_tokens ({request.max_tokens})")
     if any(not 0 <= token < limits.vocab_size for token in request.stop_token_ids):
-        raise UserError("stop_token_ids", sorted(request.stop_token_ids), f"token ids from 0 to {limits.vocab_size - 1}")
+        raise UserError("stop_token_ids", sorted(request.stop_token_ids),
+                        f"token ids from 0 to {limits.vocab_size - 1}")
     check_fits(RequestSize.of(request), limits, kv)

@@ -26,7 +26,7 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStats:
-    """A snapshot taken between two steps."""
+    """A consistent snapshot."""
 
     alive: bool
     """False once a failure or a shutdown has stopped the executor."""

@@ -98,7 +98,7 @@ class RequestTable:
     def free(self, row: int) -> None:
         """Give a draining row back. Raises InternalError while a step in flight names it."""
         if self.state[row] != DRAINING or self.in_flight[row]:
-            raise InternalError(f"row {row} is freed in state {self.state[row]} with {self.in_flight[row]} steps in flight")
+            raise InternalError(f"row {row} is freed in state {self.state[row]}, {self.in_flight[row]} steps in flight")
         self.state[row] = FREE
         self.ids[row] = self.requests[row] = None
         self._free.append(row)

@@ -35,8 +35,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.injected = False
 
     @rule(base=st.integers(0, 2), shared=st.integers(0, 30), tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
-          max_tokens=st.integers(1, 14), min_tokens=st.integers(0, 3), stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
-          scope=st.sampled_from([0, 0, 0, 1, 2]), reuse=st.sampled_from([True, True, False]), hot=st.booleans())
+          max_tokens=st.integers(1, 14), min_tokens=st.integers(0, 3),
+          stops=st.sets(st.integers(0, VOCAB - 1), max_size=2), scope=st.sampled_from([0, 0, 0, 1, 2]),
+          reuse=st.sampled_from([True, True, False]), hot=st.booleans())
     def submit(self, base, shared, tail, max_tokens, min_tokens, stops, scope, reuse, hot):
         prompt = [*BASES[base, :shared].tolist(), *tail] or [0]
         request = self.rig.request(prompt, max_tokens, stop=stops, min_tokens=min(min_tokens, max_tokens),

@@ -44,7 +44,7 @@ class StopTable:
 
         ``num_outputs`` counts the output with that token, ``output_limits`` is the most there may be.
         """
-        found = np.where(num_outputs >= output_limits, LENGTH, CONTINUE).astype(np.int8)
+        found: Verdicts = np.multiply(num_outputs >= output_limits, LENGTH, dtype=np.int8)
         flagged = np.flatnonzero(self._has_ids[rows])
         if len(flagged):
             candidates = rows[flagged]
