@@ -78,6 +78,20 @@ class _Metadata:
             raise self.refuse(key, "a positive whole number")
         return found
 
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        found = self.values.get(key, default)
+        if not isinstance(found, str):
+            raise self.refuse(key, "a string")
+        return found
+
+    def whole(self, key: str, default: int) -> int:
+        """A whole number that may be 0."""
+        found = self.values.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < 1 << 31:
+            raise self.refuse(key, "a whole number")
+        return found
+
     def real(self, key: str, default: float | None = None) -> float:
         """A finite positive number."""
         found = self.values.get(key, default)
@@ -87,14 +101,13 @@ class _Metadata:
 
 
 def _check_supported(meta: _Metadata, inventory: Inventory) -> None:
-    architecture = meta.values.get("general.architecture")
-    if architecture != "llama":
+    if meta.text("general.architecture", "") != "llama":
         raise meta.refuse("general.architecture", "'llama' is the only GGUF architecture supported so far "
                           "(Llama, Mistral, SmolLM2)", "Use the model's Hugging Face folder, or another model")
-    if meta.values.get("split.count", 1) != 1:
+    if meta.whole("split.count", 1) > 1:
         raise meta.refuse("split.count", "a file in one part",
                           "Join the parts with llama.cpp's gguf-split --merge and open the result")
-    if meta.values.get("llama.expert_count", 0):
+    if meta.whole("llama.expert_count", 0):
         raise meta.refuse("llama.expert_count", "a model without experts; mixtures are not supported from GGUF")
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in inventory:
@@ -106,7 +119,7 @@ def _check_supported(meta: _Metadata, inventory: Inventory) -> None:
 
 def _rope(meta: _Metadata, head_dim: int, factors: torch.Tensor | None) -> RopeConfig:
     theta = meta.real("llama.rope.freq_base", 10000.0)
-    kind = meta.values.get("llama.rope.scaling.type", "none")
+    kind = meta.text("llama.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise meta.refuse("llama.rope.scaling.type", "'none' or 'linear'")
     if factors is not None and not bool((factors == 1).all()):
@@ -130,9 +143,9 @@ def llama3_factors(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def _llama3_rope(meta: _Metadata, theta: float, head_dim: int, factors: torch.Tensor) -> RopeConfig:
     """The file gives one divisor a frequency and not the rule behind them, so the rule is checked against them."""
-    original = meta.values.get("llama.rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
+    original = meta.size("llama.rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
     rope = RopeConfig(theta=theta, kind="llama3", factor=round(float(factors.max()), 4), low_freq_factor=1.0,
-                      high_freq_factor=4.0, original_max_position=int(original))
+                      high_freq_factor=4.0, original_max_position=original)
     if factors.shape != (head_dim // 2,) or not torch.allclose(llama3_factors(rope, head_dim), factors, rtol=1e-4):
         raise CheckpointError("tensor", ROPE_FREQS, f"the frequency factors of Llama 3.1's scaling (in {meta.path})",
                               "Other factors are not supported; use the model's Hugging Face folder")
@@ -145,13 +158,15 @@ def _config(meta: _Metadata, inventory: Inventory, factors: torch.Tensor | None)
     if hidden_size != meta.size("llama.embedding_length"):
         raise meta.refuse("llama.embedding_length", f"the embedding's {hidden_size} columns")
     head_dim = meta.size("llama.attention.key_length", max(hidden_size // num_heads, 1))
+    if head_dim % 2:
+        raise meta.refuse("llama.attention.key_length", f"an even head size (found {head_dim})")
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if meta.size(key, head_dim) != head_dim:
             raise meta.refuse(key, f"the head size {head_dim}")
     counts: collections.Counter[str] = collections.Counter()
     for shape, kind in inventory.values():
         counts[kind] += math.prod(shape)
-    window = meta.values.get("llama.attention.sliding_window", 0)
+    window = meta.whole("llama.attention.sliding_window", 0)
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=hidden_size,
         intermediate_size=meta.size("llama.feed_forward_length"), num_layers=meta.size("llama.block_count"),
@@ -160,7 +175,7 @@ def _config(meta: _Metadata, inventory: Inventory, factors: torch.Tensor | None)
         norm_eps=_shortest(meta.real("llama.attention.layer_norm_rms_epsilon")),
         rope=_rope(meta, head_dim, factors), tie_word_embeddings="output.weight" not in inventory,
         attention_bias="blk.0.attn_q.bias" in inventory, mlp_bias="blk.0.ffn_up.bias" in inventory,
-        sliding_window=meta.size("llama.attention.sliding_window") if window else None,
+        sliding_window=window or None,
         checkpoint_dtype=_DTYPES.get(counts.most_common(1)[0][0], "float32"))
 
 
@@ -171,21 +186,30 @@ def _shortest(value: float) -> float:
 
 def generation_defaults(values: dict[str, Any]) -> GenerationDefaults:
     """Ending and sampling defaults of the metadata; the ends of a chat turn are found by their names too."""
-    tokens = values.get("tokenizer.ggml.tokens", [])
-    types = values.get("tokenizer.ggml.token_type", ())
+    tokens = values.get("tokenizer.ggml.tokens")
+    types = values.get("tokenizer.ggml.token_type")
+    limit = len(tokens) if isinstance(tokens, list) else 1 << 31
 
     def token_id(key: str) -> int | None:
-        found = values.get(f"tokenizer.ggml.{key}_token_id")
-        return found if isinstance(found, int) and 0 <= found < (len(tokens) or 1 << 31) else None
+        found = _number(values, f"tokenizer.ggml.{key}_token_id")
+        return int(found) if found is not None and 0 <= found < limit else None
 
     ends = [token_id("eos"), token_id("eot"), token_id("eom")]
-    if len(types) == len(tokens):
-        controls = {tokens[index]: int(index) for index in np.flatnonzero(np.asarray(types) == _CONTROL)}
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        controls = {tokens[index]: int(index) for index in np.flatnonzero(types == _CONTROL)}
         ends += [controls.get(name) for name in _TURN_ENDS]
+    top_k = _number(values, "general.sampling.top_k")
     return GenerationDefaults(
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)), bos_token_id=token_id("bos"),
-        pad_token_id=token_id("padding"), temperature=values.get("general.sampling.temp"),
-        top_k=values.get("general.sampling.top_k"), top_p=values.get("general.sampling.top_p"))
+        pad_token_id=token_id("padding"), temperature=_number(values, "general.sampling.temp"),
+        top_k=None if top_k is None else int(top_k), top_p=_number(values, "general.sampling.top_p"))
+
+
+def _number(values: dict[str, Any], key: str) -> float | None:
+    """A finite number; defaults that are none are worth no refusal."""
+    found = values.get(key)
+    usable = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return found if usable else None
 
 
 def _target(name: str, num_layers: int) -> str | None:

@@ -8,10 +8,13 @@ gives other token ids without a word. Reads no files and needs neither transform
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from camshaft.core.errors import CheckpointError
 
+_T = TypeVar("_T")
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -61,7 +64,7 @@ def rebuild_tokenizer(metadata: dict[str, Any]) -> dict[str, bytes]:
     Raises CheckpointError for a kind of vocabulary or splitting rule that is not known, and for one that
     contradicts itself.
     """
-    model = metadata.get("tokenizer.ggml.model", "none")
+    model = _typed(metadata, "tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
         return {}
     tokens, types = _tokens(metadata)
@@ -74,35 +77,54 @@ def rebuild_tokenizer(metadata: dict[str, Any]) -> dict[str, bytes]:
                               "Use the model's Hugging Face folder, or pass token ids (skip_tokenizer_init=True)")
     special = {name: _special(metadata, tokens, key) for name, key in (
         ("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))}
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or _starts_with_bos(metadata)))
-    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    starts = model == "llama" or _pre(metadata) in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    add_bos = _typed(metadata, "tokenizer.ggml.add_bos_token", starts)
+    add_eos = _typed(metadata, "tokenizer.ggml.add_eos_token", False)
     document["added_tokens"] = _added_tokens(tokens, types, set(special.values()))
     document["post_processor"] = _post_processor(special["bos_token"] if add_bos else None,
                                                  special["eos_token"] if add_eos else None, tokens)
     settings = {"add_bos_token": add_bos, "add_eos_token": add_eos, "clean_up_tokenization_spaces": False,
                 "tokenizer_class": "PreTrainedTokenizerFast", **special}
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None:
+    template = _typed(metadata, "tokenizer.chat_template", "")
+    if template:
         settings["chat_template"] = template
     return {"tokenizer.json": json.dumps(document, ensure_ascii=False).encode(),
             "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2).encode()}
 
 
-def _starts_with_bos(metadata: dict[str, Any]) -> bool:
-    return metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+def _typed(metadata: dict[str, Any], key: str, default: _T) -> _T:
+    """A value of the default's own type, or the default."""
+    found = metadata.get(key, default)
+    if not isinstance(found, type(default)):
+        raise _contradiction(key, found, f"a {type(default).__name__}")
+    return found
+
+
+def _contradiction(key: str, found: object, allowed: str) -> CheckpointError:
+    return CheckpointError(key, found, allowed, "Convert the file again")
+
+
+def _pre(metadata: dict[str, Any]) -> str:
+    return _typed(metadata, "tokenizer.ggml.pre", "default")
 
 
 def _tokens(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-        raise CheckpointError("tokenizer.ggml.tokens", tokens, "a list of strings", "Convert the file again")
-    types = metadata.get("tokenizer.ggml.token_type")
-    if types is None:
-        return tokens, [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise CheckpointError("tokenizer.ggml.token_type", len(types), f"one type for each of {len(tokens)} tokens",
-                              "Convert the file again")
-    return tokens, [int(kind) for kind in types]
+    tokens: list[str] = _typed(metadata, "tokenizer.ggml.tokens", [])
+    if not tokens:
+        raise _contradiction("tokenizer.ggml.tokens", None, "a list of strings")
+    types = _per_token(metadata, "tokenizer.ggml.token_type", len(tokens))
+    return tokens, [1] * len(tokens) if types is None else [int(kind) for kind in types]
+
+
+def _per_token(metadata: dict[str, Any], key: str, count: int) -> list[float] | None:
+    """One number for each token; None when the key is absent."""
+    found = metadata.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, np.ndarray) or len(found) != count or not np.isfinite(found).all():
+        raise _contradiction(key, found, f"one number for each of {count} tokens")
+    numbers: list[float] = found.tolist()
+    return numbers
 
 
 def _special(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
@@ -111,7 +133,7 @@ def _special(metadata: dict[str, Any], tokens: list[str], key: str) -> str | Non
     if found is None:
         return None
     if not isinstance(found, int) or not 0 <= found < len(tokens):
-        raise CheckpointError(name, found, f"a token id below {len(tokens)}", "Convert the file again")
+        raise _contradiction(name, found, f"a token id below {len(tokens)}")
     return tokens[found]
 
 
@@ -119,8 +141,7 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise CheckpointError("tokenizer.ggml.tokens", twice, "tokens that differ from each other",
-                              "Convert the file again")
+        raise _contradiction("tokenizer.ggml.tokens", twice, "tokens that differ from each other")
     return vocabulary
 
 
@@ -136,39 +157,35 @@ def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **options: Any) ->
 
 
 def _byte_level_document(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    splitter, whole_words = _splitter(metadata.get("tokenizer.ggml.pre", "default"))
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise CheckpointError("tokenizer.ggml.merges", merges, "a list of merges", "Convert the file again")
+    splitter, whole_words = _splitter(_pre(metadata))
+    merges: list[str] = _typed(metadata, "tokenizer.ggml.merges", [])
     vocabulary = _vocabulary(tokens)
     pairs = []
     for merge in merges:
-        left, _, right = str(merge).partition(" ")
+        left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise CheckpointError("tokenizer.ggml.merges", merge, "two tokens of the vocabulary that make a third",
-                                  "Convert the file again")
+            raise _contradiction("tokenizer.ggml.merges", merge, "two tokens of the vocabulary that make a third")
         pairs.append([left, right])
     return _document(_bpe(vocabulary, pairs, ignore_merges=whole_words), pre_tokenizer=splitter,
                      decoder=_byte_level(use_regex=True))
 
 
 def _sentencepiece_document(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise CheckpointError("tokenizer.ggml.scores", None if scores is None else len(scores),
-                              f"one score for each of {len(tokens)} tokens", "Convert the file again")
+    scores = _per_token(metadata, "tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise _contradiction("tokenizer.ggml.scores", None, f"one score for each of {len(tokens)} tokens")
     vocabulary = _vocabulary(tokens)
     unknown = _special(metadata, tokens, "unknown")
     if unknown is None and _UNKNOWN in types:
         unknown = tokens[types.index(_UNKNOWN)]
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = _typed(metadata, "tokenizer.ggml.add_space_prefix", True)
     normalizers: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
                                       {"type": "ByteFallback"}, {"type": "Fuse"}]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = _bpe(vocabulary, _merges_by_score(vocabulary, [float(score) for score in scores], types),
+    model = _bpe(vocabulary, _merges_by_score(vocabulary, scores, types),
                  unk_token=unknown, fuse_unk=True, byte_fallback=True)
     return _document(model, normalizer={"type": "Sequence", "normalizers": normalizers},
                      decoder={"type": "Sequence", "decoders": decoders})
