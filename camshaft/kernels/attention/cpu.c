@@ -13,11 +13,19 @@
 #define BLOCK 64
 #define QUERY_ROWS 64 /* query rows (tokens x heads of a group) that share one pass over the keys */
 #define KEPT_FLOATS (8l << 20) /* most memory for partials when blocks are shared out */
+#define ALIGNMENT 64
 #define TILE 4
 #if LANES == 16
 #define WIDE 4
 #else
 #define WIDE 2
+#endif
+
+/* Stops gcc from reading a vector again from memory for each of its uses. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KEEP_IN_REGISTER(lanes) __asm__("" : "+v"(lanes))
+#else
+#define KEEP_IN_REGISTER(lanes) (void)0
 #endif
 
 typedef struct {
@@ -64,9 +72,9 @@ static partial partial_at(float *memory, long m, long dim) {
 
 static int scratch_open(scratch *s, long m, long dim) {
     long wide = padded(dim), floats = m * wide + 2 * BLOCK * wide + m * BLOCK + 2 * partial_floats(m, dim);
-    float *next = malloc((size_t)floats * sizeof(float));
-    s->memory = next;
-    if (!next) return 0;
+    s->memory = malloc((size_t)floats * sizeof(float) + ALIGNMENT);
+    if (!s->memory) return 0;
+    float *next = (float *)(((uintptr_t)s->memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     s->q = next, next += m * wide;
     s->keys = next, next += BLOCK * wide;
     s->values = next, next += BLOCK * wide;
@@ -146,36 +154,47 @@ INLINE void transpose(vfloat *x) {
 }
 #endif
 
+/* fp32 values of whole vectors are read from their pages; others are copied first. */
+static int values_in_place(const job *j) { return j->pool_kind == KIND_F32 && j->dim % LANES == 0; }
+
+/* Where the keys of one head and position lie in the pool, in elements; its values lie `half` further. */
+INLINE long key_index(const job *j, long row, long head, long position) {
+    long page = j->table[row * j->table_row + position / j->page];
+    return ((2 * page * j->kv_heads + head) * j->page + position % j->page) * j->dim;
+}
+
+INLINE long half_page(const job *j) { return j->kv_heads * j->page * j->dim; }
+
+INLINE vfloat load_upto(const void *from, long count, int kind) {
+    return count >= LANES ? load(from, kind) : load_part(from, count, kind);
+}
+
 /* Copies positions [from, to) of block `base`: keys transposed to [dim][BLOCK], values as [BLOCK][padded]. */
 INLINE void gather_as(const job *j, scratch *s, long row, long head, long base, long from, long to, int kind) {
-    const void *keys[BLOCK] = {0}, *values[BLOCK];
-    const int32_t *pages = j->table + row * j->table_row;
-    long dim = j->dim, wide = padded(dim), half = j->kv_heads * j->page * dim;
+    const void *keys[BLOCK] = {0};
+    long dim = j->dim, wide = padded(dim), half = half_page(j);
     for (long p = from, run; p < to; p += run) {
-        long in_page = p % j->page, start = (2 * (long)pages[p / j->page] * j->kv_heads + head) * j->page * dim;
-        run = smaller(to - p, j->page - in_page);
-        for (long i = 0; i < run; i++) {
-            keys[p - base + i] = at(j->pool, start + (in_page + i) * dim, kind);
-            values[p - base + i] = at(j->pool, start + half + (in_page + i) * dim, kind);
-        }
+        const void *first = at(j->pool, key_index(j, row, head, p), kind);
+        run = smaller(to - p, j->page - p % j->page);
+        for (long i = 0; i < run; i++) keys[p - base + i] = at(first, i * dim, kind);
     }
-    for (long c = (from - base) / LANES * LANES; c < to - base; c += LANES)
+    for (long c = (from - base) / LANES * LANES; c < to - base; c += LANES) {
+        int full = c >= from - base && c + LANES <= to - base;
         for (long d = 0; d < dim; d += LANES) {
             vfloat x[LANES];
-            for (int i = 0; i < LANES; i++) {
-                const void *key = keys[c + i];
-                if (!key) x[i] = (vfloat){0};
-                else if (d + LANES <= dim) x[i] = load(at(key, d, kind), kind);
-                else x[i] = load_part(at(key, d, kind), dim - d, kind);
-            }
+            if (full && d + LANES <= dim)
+                for (int i = 0; i < LANES; i++) x[i] = load(at(keys[c + i], d, kind), kind);
+            else
+                for (int i = 0; i < LANES; i++)
+                    x[i] = keys[c + i] ? load_upto(at(keys[c + i], d, kind), dim - d, kind) : (vfloat){0};
             transpose(x);
             for (int i = 0; i < LANES; i++) put(s->keys + (d + i) * BLOCK + c, x[i]);
         }
+    }
+    if (values_in_place(j)) return;
     for (long c = from - base; c < to - base; c++)
-        for (long d = 0; d < dim; d += LANES) {
-            const void *value = at(values[c], d, kind);
-            put(s->values + c * wide + d, d + LANES <= dim ? load(value, kind) : load_part(value, dim - d, kind));
-        }
+        for (long d = 0; d < dim; d += LANES)
+            put(s->values + c * wide + d, load_upto(at(keys[c], half + d, kind), dim - d, kind));
 }
 
 static void gather(const job *j, scratch *s, long row, long head, long base, long from, long to) {
@@ -184,15 +203,19 @@ static void gather(const job *j, scratch *s, long row, long head, long base, lon
     else gather_as(j, s, row, head, base, from, to, KIND_F16);
 }
 
-/* out[r][0..n lanes) = sum over i in [0, count) of left[r][i] * right[i][0..n lanes), i in order. */
+/* out[r][0..n lanes) += sum over i in [0, count) of left[r][i] * right[i][0..n lanes), i in order; `more` says
+ * whether out holds anything yet. */
 INLINE void tile(const float *left, long left_row, const float *right, long right_row, long count, float *out,
-                 long out_row, int r_count, int n) {
+                 long out_row, int more, int r_count, int n) {
     vfloat sums[TILE][WIDE];
     for (int r = 0; r < r_count; r++)
-        for (int w = 0; w < n; w++) sums[r][w] = (vfloat){0};
+        for (int w = 0; w < n; w++) sums[r][w] = more ? get(out + r * out_row + w * LANES) : (vfloat){0};
     for (long i = 0; i < count; i++) {
         vfloat lanes[WIDE];
-        for (int w = 0; w < n; w++) lanes[w] = get(right + i * right_row + w * LANES);
+        for (int w = 0; w < n; w++) {
+            lanes[w] = get(right + i * right_row + w * LANES);
+            KEEP_IN_REGISTER(lanes[w]);
+        }
         for (int r = 0; r < r_count; r++)
             for (int w = 0; w < n; w++) sums[r][w] += splat(left[r * left_row + i]) * lanes[w];
     }
@@ -201,25 +224,39 @@ INLINE void tile(const float *left, long left_row, const float *right, long righ
 }
 
 INLINE void tile_rows(const float *left, long left_row, const float *right, long right_row, long count, float *out,
-                      long out_row, long rows, int n) {
-    if (rows >= 4) tile(left, left_row, right, right_row, count, out, out_row, 4, n);
-    else if (rows == 3) tile(left, left_row, right, right_row, count, out, out_row, 3, n);
-    else if (rows == 2) tile(left, left_row, right, right_row, count, out, out_row, 2, n);
-    else tile(left, left_row, right, right_row, count, out, out_row, 1, n);
+                      long out_row, int more, long rows, int n) {
+    if (rows >= 4) tile(left, left_row, right, right_row, count, out, out_row, more, 4, n);
+    else if (rows == 3) tile(left, left_row, right, right_row, count, out, out_row, more, 3, n);
+    else if (rows == 2) tile(left, left_row, right, right_row, count, out, out_row, more, 2, n);
+    else tile(left, left_row, right, right_row, count, out, out_row, more, 1, n);
 }
 
-/* out[m][columns] = left[m][count] * right[count][columns]; columns is a multiple of LANES. */
+/* out[m][columns] (+)= left[m][count] * right[count][columns]; columns is a multiple of LANES. */
 static void product(const float *left, long left_row, const float *right, long right_row, long count, float *out,
-                    long out_row, long m, long columns) {
+                    long out_row, int more, long m, long columns) {
     long c = 0;
     for (; c + WIDE * LANES <= columns; c += WIDE * LANES)
         for (long r = 0; r < m; r += TILE)
             tile_rows(left + r * left_row, left_row, right + c, right_row, count, out + r * out_row + c, out_row,
-                      m - r, WIDE);
+                      more, m - r, WIDE);
     for (; c < columns; c += LANES)
         for (long r = 0; r < m; r += TILE)
             tile_rows(left + r * left_row, left_row, right + c, right_row, count, out + r * out_row + c, out_row,
-                      m - r, 1);
+                      more, m - r, 1);
+}
+
+INLINE float lane_max(vfloat lanes) {
+    float x[LANES];
+    memcpy(x, &lanes, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
+    return x[0];
+}
+
+/* Lanes of the vector at column c that lie in [from, to). */
+INLINE vint lanes_in(long c, long from, long to) {
+    vint ids = lane_ids();
+    return (ids >= (int)(from - c)) & (ids < (int)(to - c));
 }
 
 /* Turns scores of columns [begin, end) into weights relative to the largest of those a query sees, which are
@@ -254,14 +291,19 @@ static void attend_block(const job *j, scratch *s, const queries *u, long head, 
     long from = larger(base, u->position - j->window + 1), to = smaller(base + BLOCK, u->position + u->count);
     gather(j, s, u->row, head, base, from, to);
     long begin = (from - base) / LANES * LANES, end = (to - base + LANES - 1) / LANES * LANES;
-    product(s->q, wide, s->keys + begin, BLOCK, j->dim, s->scores + begin, BLOCK, m, end - begin);
+    product(s->q, wide, s->keys + begin, BLOCK, j->dim, s->scores + begin, BLOCK, 0, m, end - begin);
     for (long i = 0; i < m; i++) {
         long position = u->position + i / group;
         long first = larger(from, position - j->window + 1) - base, last = smaller(to, position + 1) - base;
         weigh(s->scores + i * BLOCK, begin, end, first, last, j->softcap, into.top + i, into.mass + i);
     }
-    product(s->scores + from - base, BLOCK, s->values + (from - base) * wide, wide, to - from, into.values, wide, m,
-            wide);
+    long whole = values_in_place(j) ? j->page : BLOCK;
+    for (long p = from, run; p < to; p += run) {
+        const float *values = s->values + (p - base) * wide;
+        if (values_in_place(j)) values = (const float *)j->pool + key_index(j, u->row, head, p) + half_page(j);
+        run = smaller(to - p, whole - p % whole);
+        product(s->scores + p - base, BLOCK, values, wide, run, into.values, wide, p > from, m, wide);
+    }
 }
 
 static void start(partial total, long m, long dim) {

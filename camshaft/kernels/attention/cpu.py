@@ -51,7 +51,7 @@ def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
         _, _, kv_heads, page_size, _ = kv_pool.shape
         failed = run(q.data_ptr(), token_stride, head_stride, kinds[q.dtype], out.data_ptr(), kv_pool.data_ptr(),
                      kinds[kv_pool.dtype], page_table.data_ptr(), page_table.stride(0), query_start.data_ptr(),
-                     seq_lens.data_ptr(), len(seq_lens), tokens, heads, kv_heads, page_size, dim, scale,
+                     seq_lens.data_ptr(), seq_lens.shape[0], tokens, heads, kv_heads, page_size, dim, scale,
                      _NO_WINDOW if window is None else window, softcap or 0.0, num_threads())
         if failed:
             raise MemoryError("paged_attention: no memory for scratch space")
