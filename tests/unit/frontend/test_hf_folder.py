@@ -155,8 +155,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(tmp_path):
     assert first.read_bytes() == second.read_bytes() != other.read_bytes()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("tied", "seed"), [(False, 0), (True, 1)])
 def test_greedy_output_of_the_tiny_model_is_varied(tmp_path, tied, seed):
     transformers = pytest.importorskip("transformers")
     folder = write_tiny_llama(tmp_path, seed=seed, tie_word_embeddings=tied, eos_token_id=None)
