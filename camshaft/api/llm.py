@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, overload
 
-from camshaft.api.assembly import Assembly, assemble
+from camshaft.api.assembly import Assembly, Source, assemble
 from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.outputs import RequestOutput
 from camshaft.api.result import GenerationResult
@@ -60,13 +60,15 @@ class LLM:
         configure_logging()
         if build is not None and build_fields:
             raise UserError("build", sorted(build_fields), "either build=… or its fields, not both")
-        self._closed = False
         self._parts: Assembly = assemble(
-            model, revision=revision, token=token, use_cache=use_cache, show_progress=show_progress,
+            Source(model=model, revision=revision, token=token, use_cache=use_cache, show_progress=show_progress),
             build=config_from(BuildConfig, build_fields or build, where="LLM"),
             kv_cache=config_from(KvCacheConfig, kv_cache, where="kv_cache"),
-            scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"),
-            skip_tokenizer_init=skip_tokenizer_init)
+            scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"), skip_tokenizer=skip_tokenizer_init)
+        self._closed = False
+        # What lives as long as the engine need not be walked by every collection between steps; what is dead
+        # already must go first, or it would stay for ever.
+        gc.collect()
         gc.freeze()
 
     @property
@@ -153,7 +155,6 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._parts.close()
-            gc.unfreeze()
 
     def __enter__(self) -> LLM:
         return self

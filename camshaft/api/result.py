@@ -68,7 +68,8 @@ class GenerationResult:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda since=seen: self._version > since or self._output.finished)
+                    while self._version == seen and not self._output.finished:
+                        self._changed.wait()
                     seen, snapshot = self._version, cursor.advance(self._output)
                 yield snapshot
                 if snapshot.finished:

@@ -14,7 +14,7 @@ from camshaft.config.build import BuildConfig
 @with_options(Build=BuildConfig)
 def build(model: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
           output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
-          revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")] = None,
+          revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
           **given: Any) -> None:
     """Build an engine folder that needs nothing but itself."""
     from camshaft.builder.build import build as build_engine

@@ -15,26 +15,38 @@ if TYPE_CHECKING:
 
 
 def inspect(engine: Annotated[Path, typer.Argument(help="Engine folder.")],
-            verify: Annotated[bool, typer.Option("--verify", help="Check the SHA-256 or CRC-32 of every part.")] = False,
+            verify: Annotated[bool, typer.Option("--verify", help="Check the SHA-256 or CRC-32 of each part.")] = False,
             graph: Annotated[bool, typer.Option("--graph", help="Print the graph.")] = False,
             as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False) -> None:
     """Show an engine: model, limits, passes, kernels, bytes."""
-    from camshaft.engine.artifact import Engine, is_engine_folder, manifest_to_dict, verify_engine
+    from camshaft.engine.artifact import Engine, is_engine_folder
 
     if not is_engine_folder(engine):
         raise UserError("engine", str(engine), "an engine folder (it holds engine.json)",
                         "Make one with: camshaft build MODEL --output FOLDER")
     if verify:
-        for line in verify_engine(engine):
-            typer.echo(line)
+        _verify(engine)
         return
     loaded = Engine.load(engine)
     if graph:
         typer.echo(loaded.graph_text)
     elif as_json:
-        typer.echo(json.dumps(manifest_to_dict(loaded.manifest), indent=1))
+        typer.echo(json.dumps(loaded.manifest.to_dict(), indent=1))
     else:
         _print_report(loaded)
+
+
+def _verify(folder: Path) -> None:
+    from camshaft.engine.artifact import verify_engine
+
+    report = verify_engine(folder)
+    bad = [check for check in report if check.problem is not None]
+    for check in bad:
+        typer.echo(f"BAD  {check.part}: {check.problem}")
+    typer.echo(f"{len(report) - len(bad)} of {len(report)} parts are as they were written, "
+               f"{sum(check.num_bytes for check in report) / 1e6:.1f} MB")
+    if bad:
+        raise typer.Exit(1)
 
 
 def _print_report(engine: Engine) -> None:

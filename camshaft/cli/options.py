@@ -68,6 +68,6 @@ def with_options(**panels: type) -> Callable[[F], F]:
 
 def pick(config: type[C], given: Mapping[str, Any]) -> C:
     """The config made of those options in ``given`` that are its fields."""
-    names = {field.name for field in field_docs(config)}
+    names = {field.name for field in field_docs(config)}  # type: ignore[arg-type]
     return config_from(config, {name: value for name, value in given.items() if name in names},
                        where=config.__name__)

@@ -30,7 +30,7 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
                                                    f"[default: {DEFAULT_PROMPT}]")] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat "
                                                         "template.")] = False,
-        revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")] = None,
+        revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
         no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the engine cache.")] = False,
         **given: Any) -> None:
     """Answer one prompt, token by token."""

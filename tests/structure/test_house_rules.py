@@ -77,7 +77,8 @@ def test_no_pickle(module):
 
 
 def test_layers_hold():
-    run = subprocess.run([str(Path(sys.executable).parent / "lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    lint_imports = Path(sys.executable).parent / "lint-imports"
+    run = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

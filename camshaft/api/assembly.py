@@ -1,0 +1,135 @@
+"""Putting an LLM together from its parts, and taking it apart again.
+
+Owns the order of things (resolve, build or load, size the KV cache, start threads) and the description of
+what was decided. Used by ``llm.py`` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from camshaft.api.chat_template import ChatTemplate
+from camshaft.api.front import Front
+from camshaft.api.tokenizer import Tokenizer
+from camshaft.builder.cache import cached_engine
+from camshaft.config.build import BuildConfig
+from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
+from camshaft.config.sampling import SamplingParams
+from camshaft.core.log import logger
+from camshaft.engine.artifact import Engine
+from camshaft.executor.kv.manager import KVCacheManager
+from camshaft.executor.loop import Executor
+from camshaft.executor.messages import PrefixScope
+from camshaft.executor.request import ExecutorLimits
+from camshaft.frontend.hub import resolve_model
+from camshaft.runtime.buffers import describe_kv, kv_pages_for
+from camshaft.runtime.model_engine import ModelEngine
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Which model, and how it may be fetched."""
+
+    model: str | Path | None
+    revision: str | None
+    token: str | None
+    use_cache: bool
+    show_progress: bool
+
+    def resolve(self) -> tuple[Path, str]:
+        """The path of the model, and what it is in words."""
+        if self.model is not None:
+            path = resolve_model(self.model, revision=self.revision, token=self.token,
+                                 show_progress=self.show_progress)
+            return path, str(self.model)
+        from camshaft.frontend.default_model import default_model
+
+        found = default_model(self.show_progress)
+        return found.path, found.description
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A running engine and what stands in front of it."""
+
+    front: Front
+    executor: Executor
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    description: dict[str, Any]
+    summary: str
+
+    def check_fits(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise RequestTooLargeError, with the numbers, for a request that could never run."""
+        self.executor.check_fits(num_prompt_tokens=len(token_ids), max_tokens=params.max_tokens,
+                                 min_tokens=params.min_tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """The executor's snapshot as plain data."""
+        return dataclasses.asdict(self.executor.stats())
+
+    def close(self) -> None:
+        """Stop the executor, then the front: every request hears its end."""
+        self.executor.shutdown()
+        self.front.stop()
+
+
+def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, scheduler: SchedulerConfig,
+             skip_tokenizer: bool) -> Assembly:
+    """Build or load the engine of ``source`` and start it."""
+    path, name = source.resolve()
+    engine = cached_engine(path, None if build == BuildConfig() else build, use_cache=source.use_cache,
+                           show_progress=source.show_progress)
+    manifest = engine.manifest
+    device = torch.device(manifest.device.kind)
+    scheduler = resolve_scheduler(scheduler, manifest.build)
+    num_pages = kv_pages_for(engine, kv_cache, device)
+    runner = ModelEngine(engine, num_pages=num_pages)
+    kv = KVCacheManager(manifest.life_cycles, num_pages, enable_block_reuse=kv_cache.enable_block_reuse,
+                        enable_partial_reuse=kv_cache.enable_partial_reuse)
+    files = {} if skip_tokenizer else engine.tokenizer_files()
+    tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
+    front = Front(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
+                  scope=PrefixScope(model=manifest.weights_id))
+    limits = ExecutorLimits(max_seq_len=_known(manifest.build.max_seq_len), vocab_size=manifest.model.vocab_size)
+    executor = Executor(runner, kv, limits=limits, scheduler=scheduler, sink=front.sink)
+    runner.warm_up()
+    front.start(executor.submit, executor.abort)
+    executor.start()
+    description = _describe(engine, name, kv_cache, scheduler, num_pages)
+    logger.info("resolved configuration: %s", description)
+    return Assembly(front=front, executor=executor, tokenizer=tokenizer, chat_template=_template(files),
+                    description=description, summary=_summary(engine, name, kv_cache, num_pages))
+
+
+def _known(length: int | None) -> int:
+    if length is None:
+        raise AssertionError("an engine's build configuration is resolved")
+    return length
+
+
+def _template(files: dict[str, bytes]) -> ChatTemplate | None:
+    from camshaft.api.tokenizer import read_settings
+
+    return ChatTemplate.from_files(files) if read_settings(files).get("chat_template") else None
+
+
+def _describe(engine: Engine, name: str, kv_cache: KvCacheConfig, scheduler: SchedulerConfig,
+              num_pages: tuple[int, ...]) -> dict[str, Any]:
+    manifest = engine.manifest
+    return {"model": name, "engine": None if engine.folder is None else str(engine.folder),
+            "model_config": manifest.model.to_dict(), "build": manifest.build.to_dict(),
+            "generation": dataclasses.asdict(manifest.generation), "kv_cache": dataclasses.asdict(kv_cache),
+            "kv_pages": list(num_pages), "scheduler": dataclasses.asdict(scheduler)}
+
+
+def _summary(engine: Engine, name: str, kv_cache: KvCacheConfig, num_pages: tuple[int, ...]) -> str:
+    manifest = engine.manifest
+    share = (f"capped by max_bytes={kv_cache.max_bytes}" if kv_cache.max_bytes is not None
+             else f"{kv_cache.memory_fraction:.0%} of free memory")
+    return (f"{name} · {manifest.build.dtype} on {manifest.device.kind}, {torch.get_num_threads()} threads · "
+            f"{describe_kv(engine, num_pages)} ({share})")
