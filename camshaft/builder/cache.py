@@ -27,6 +27,7 @@ from camshaft.core import env
 from camshaft.core.errors import EngineError, UserError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine, is_engine_folder
+from camshaft.frontend.hub import resolve_model
 from camshaft.kernels.native import find_compiler
 
 DEFAULT_MAX_BYTES = 50 * 10**9
@@ -42,7 +43,7 @@ def cached_engine(model: str | Path, cfg: BuildConfig | None = None, *, use_cach
     ``model`` is a folder, a ``.gguf`` file, a hub id, or an engine folder (loaded as it is; ``cfg`` must then be
     None). Raises what resolving and building raise.
     """
-    path = _resolve(model, show_progress)
+    path = resolve_model(model, show_progress=show_progress)
     if is_engine_folder(path):
         if cfg is not None:
             raise UserError("build", cfg, "no build settings for an engine that is already built",
@@ -73,15 +74,6 @@ def cache_key(path: Path, cfg: BuildConfig) -> str:
         "sources": _sources_hash(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _resolve(model: str | Path, show_progress: bool) -> Path:
-    path = Path(model)
-    if path.exists():
-        return path
-    from camshaft.frontend.hub import resolve_model
-
-    return resolve_model(str(model), show_progress=show_progress)
 
 
 def _checkpoint_files(path: Path) -> list[Path]:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from camshaft.core.errors import InternalError
 from camshaft.ir.program import ALLOWED_ATEN, LIFE_CYCLE_INPUTS, Program
 from camshaft.kernels.op import NAMESPACE, OPS, TensorInfo
+
+if TYPE_CHECKING:
+    # a run reads graphs through this module and never infers a result: these take a second to import
+    import sympy
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 VIEW_OPS = ("aten.slice.Tensor", "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.view.default")
 """Ops whose results share the storage of their first argument."""
@@ -76,18 +79,21 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """The mode the program's results were inferred under."""
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), FakeTensor):
-            mode: FakeTensorMode = node.meta["val"].fake_mode
-            return mode
-    raise InternalError("the program has no node with a known result")
+    mode: FakeTensorMode = _first_result(graph).fake_mode
+    return mode
 
 
 def fake_device(graph: fx.Graph) -> torch.device:
     """The device the program's results pretend to be on: all of them the same one."""
-    first = next(node for node in graph.nodes if isinstance(node.meta.get("val"), FakeTensor))
-    device: torch.device = first.meta["val"].device
+    device: torch.device = _first_result(graph).device
     return device
+
+
+def _first_result(graph: fx.Graph) -> Any:
+    for node in graph.nodes:
+        if hasattr(node.meta.get("val"), "fake_mode"):
+            return node.meta["val"]
+    raise InternalError("the program has no node with a known result")
 
 
 def infer(program: Program, target: Callable[..., Any], args: tuple[Any, ...],
@@ -179,11 +185,13 @@ def size_symbols(graph: fx.Graph) -> dict[sympy.Symbol, str]:
         elif node.name.startswith("kv_pool_"):
             name = "N"
         for letter, size in zip(name, node.meta["val"].shape, strict=False):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 found.setdefault(size.node.expr, letter)
     return found
 
 
 def size_expr(size: int | torch.SymInt) -> sympy.Expr:
     """A size as an expression over the graph's symbols."""
+    import sympy
+
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

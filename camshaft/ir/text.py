@@ -10,9 +10,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -20,6 +19,9 @@ from camshaft.core.errors import EngineCorruptError, InternalError
 from camshaft.ir import nodes
 from camshaft.ir.program import Program
 from camshaft.kernels.op import load_families
+
+if TYPE_CHECKING:
+    import sympy
 
 GRAPH_FORMAT = 1
 MAX_TEXT_BYTES = 64 << 20
@@ -80,10 +82,18 @@ def _result(val: Any, symbols: dict[sympy.Symbol, str]) -> Any:
     if isinstance(val, tuple | list):
         return [_result(part, symbols) for part in val]
     if isinstance(val, torch.Tensor):
-        letters = {symbol: sympy.Symbol(name) for symbol, name in symbols.items()}
-        sizes = (str(nodes.size_expr(size).xreplace(letters)).replace(" ", "") for size in val.shape)
+        sizes = (_size_text(size, symbols) for size in val.shape)
         return f"{str(val.dtype).removeprefix('torch.')}[{','.join(sizes)}]"
     return None if val is None else "size"
+
+
+def _size_text(size: int | torch.SymInt, symbols: dict[sympy.Symbol, str]) -> str:
+    if isinstance(size, int):
+        return str(size)
+    import sympy
+
+    letters = {symbol: sympy.Symbol(name) for symbol, name in symbols.items()}
+    return str(size.node.expr.xreplace(letters)).replace(" ", "")
 
 
 def _encode(value: Any, names: dict[fx.Node, str]) -> Any:
