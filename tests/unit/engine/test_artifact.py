@@ -1,5 +1,6 @@
 """Engines come back as they were written; whatever was cut, edited or swapped is a typed error."""
 
+import _ctypes
 import json
 import os
 import pickle
@@ -260,6 +261,27 @@ def test_replacing_keeps_the_old_engine_until_the_new_is_whole(folder):
     assert list(Engine.load(folder).tensors()) == ["z"]
     assert torch.equal(old.tensor("a.weight"), tensors()["a.weight"])
     assert [path.name for path in folder.parent.iterdir()] == ["engine"]
+
+
+def test_native_code_is_carried_checked_and_loaded_on_demand(tmp_path):
+    source = tmp_path / "libkernels-abc.so"
+    shutil.copyfile(_ctypes.__file__, source)
+    saved, memory = write(tmp_path / "engine", native=source), write(None, native=source)
+    source.unlink()
+    for engine in (saved, memory, Engine.load(tmp_path / "engine")):
+        assert engine.library().PyInit__ctypes
+        assert engine.manifest.native.file == "libkernels-abc.so"
+    copy = tmp_path / "engine" / "libkernels-abc.so"
+    copy.write_bytes(copy.read_bytes()[:-1])
+    with pytest.raises(EngineCorruptError, match="libkernels-abc"):
+        Engine.load(tmp_path / "engine")
+
+
+def test_native_code_that_cannot_be_loaded_is_a_corrupt_engine(tmp_path):
+    (tmp_path / "libjunk.so").write_bytes(b"not an object file")
+    write(tmp_path / "engine", native=tmp_path / "libjunk.so")
+    with pytest.raises(EngineCorruptError, match="native library"):
+        Engine.load(tmp_path / "engine").library()
 
 
 def test_a_folder_with_other_things_is_not_overwritten(tmp_path):
