@@ -42,10 +42,18 @@ def smollm2(smollm2_gguf):
     return Tokenizer.from_files(GgufCheckpoint(smollm2_gguf).tokenizer_files())
 
 
+@pytest.fixture(scope="module")
+def known_bytes(smollm2):
+    """The vocabulary itself lacks some bytes (control signs, starts of unused planes): those cannot come back."""
+    spelled = {smollm2.token_bytes(index) for index in range(smollm2.vocab_size)}
+    return {byte for byte in range(256) if bytes([byte]) in spelled}
+
+
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"]), max_size=40))
-def test_b7_decode_of_encode_is_the_text(smollm2, text):
-    """Up to the planes in use: the vocabulary has no token for the bytes F1 to F3, which start the unused ones."""
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_b7_decode_of_encode_is_the_text(smollm2, known_bytes, text):
+    assert len(known_bytes) > 200
+    text = "".join(char for char in text if known_bytes.issuperset(char.encode()))
     assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
