@@ -46,8 +46,10 @@ def settle_head(family: ModelFamily, config: ModelConfig,
         return config, dict(tensors)
     if not config.tie_word_embeddings or table is None:
         return config, dict(tensors)
+    for name, weight in ((family.head_tensor, head), (family.embedding_tensor, table)):
+        _check_dtype(name, weight)
     left, right = head.read(), table.read()
-    if left.shape == right.shape and torch.equal(left, right):
+    if _equal(left, right):
         return config, {name: weight for name, weight in tensors.items() if name != family.head_tensor}
     logger.warning("config.json ties %s to %s, but the checkpoint holds both and they differ (norms %.6g and %.6g): "
                    "using the separate head", family.head_tensor, family.embedding_tensor,
@@ -79,11 +81,21 @@ def bind_weights(family: ModelFamily, config: ModelConfig, tensors: Mapping[str,
         if weight.shape != shapes[parameter]:
             raise CheckpointError(name, list(weight.shape), f"shape {list(shapes[parameter])}, from config.json",
                                   "config.json and the weights belong to different models")
-        if weight.dtype not in _FLOATS:
-            raise CheckpointError(name, str(weight.dtype), "float32, bfloat16, float16 or float64",
-                                  "Quantised tensors of this kind are not supported; use the original model")
+        _check_dtype(name, weight)
         bound[parameter] = weight
     return bound
+
+
+def _check_dtype(name: str, weight: Weight) -> None:
+    if weight.dtype not in _FLOATS:
+        raise CheckpointError(name, str(weight.dtype), "float32, bfloat16, float16 or float64",
+                              "Quantised tensors of this kind are not supported; use the original model")
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype:
+        left, right = left.float(), right.float()
+    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _parameter_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:

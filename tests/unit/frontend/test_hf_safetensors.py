@@ -83,6 +83,7 @@ def test_a_tensor_off_its_alignment_is_still_read(tmp_path):
     ({"a": entry(0, 1, ["U8"])}, b"1"),
     ({"a": entry(0, 4, "F32", [2])}, b"1234"),
     ({"a": entry(0, 4, "F32", [10**30])}, b"1234"),
+    ({"a": entry(0, 0, shape=[0, 2**62, 2**62])}, b""),
     ({"a": entry(1, 0, shape=[0])}, b"1"),
     ({"a": entry(0, 8)}, b"1234"),
     ({"a": entry(0, 2)}, b"1234"),

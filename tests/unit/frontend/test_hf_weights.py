@@ -99,6 +99,15 @@ def test_b58_tied_with_an_equal_head_tensor_shares_the_embedding(caplog):
     assert not caplog.records
 
 
+def test_b58_a_tied_head_may_be_stored_in_another_type():
+    config, tensors = load(tied=True, torch_dtype="bfloat16")
+    tensors[HEAD] = constant(tensors[TABLE].read().float(), HEAD)
+    assert HEAD not in bind(config, tensors)
+    tensors[HEAD] = constant(tensors[TABLE].read().to(torch.int8), HEAD)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*int8"):
+        bind(config, tensors)
+
+
 def test_b58_tied_with_another_head_tensor_uses_it_and_warns_with_norms(caplog):
     config, tensors = load(tied=True)
     tensors[HEAD] = constant(tensors[TABLE].read() * 2.0, HEAD)
