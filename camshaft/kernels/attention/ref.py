@@ -28,7 +28,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(~visible, 0.0)
-    return torch.einsum("hgts,shd->thgd", weights, v.to(compute)).flatten(1, 2).to(q.dtype)
+    return torch.einsum("hgts,shd->thgd", weights, v.to(compute)).flatten(1, 2).to(q.dtype).contiguous().contiguous()
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
@@ -79,6 +79,11 @@ def _same_as_q(q: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
+def _with_room(tokens: int, heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """A row more than asked for, so that even views of no rows lie inside their storage."""
+    return torch.randn(tokens + 1, heads, size, generator=generator)
+
+
 def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     """(name, T, Hq, Hkv, D, window, softcap) at the sizes where implementations break."""
     cases = (
@@ -87,7 +92,7 @@ def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torc
         ("window_one", 9, 2, 2, 8, 1, None),
     )
     for name, tokens, heads, kv_heads, size, window, softcap in cases:
-        merged = torch.randn(tokens, heads + 2 * kv_heads, size, generator=generator).to(device, dtype)
+        merged = _with_room(tokens, heads + 2 * kv_heads, size, generator).to(device, dtype)[:tokens]
         q, k, v = torch.split(merged, [heads, kv_heads, kv_heads], dim=1)
         yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap))
 
@@ -115,7 +120,7 @@ def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Gene
             start = max(first_visible - column * page_size, 0)
             stop = min(past + queries - column * page_size, page_size)
             pool[page, :, :, start:stop] = torch.randn(2, heads[1], max(stop - start, 0), head_dim, generator=generator)
-    merged = torch.randn(num_tokens, heads[0] + 3, head_dim, generator=generator).to(device, dtype)
+    merged = _with_room(num_tokens, heads[0] + 3, head_dim, generator).to(device, dtype)[:num_tokens]
     starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
     lens = torch.tensor([past + queries for past, queries in rows], dtype=torch.int32)
     return (merged[:, 2:2 + heads[0]], pool.to(device, dtype), table.to(device), starts.to(device), lens.to(device),

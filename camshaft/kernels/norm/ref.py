@@ -1,4 +1,4 @@
-"""Contracts of the norms, in readable torch. Statistics are fp32 (float64 for float64 input), over the last dimension."""
+"""Contracts of the norms, in readable torch. Statistics run over the last dimension, in fp32 at least."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def rope_cos_sin(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     half = cos_sin.shape[-1] // 2
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = cos_sin.to(wide.dtype)[:, None].split(half, dim=-1)
+    cos, sin = cos_sin.to(wide.dtype)[:, None].chunk(2, dim=-1)
     first, second, rest = wide[..., :half], wide[..., half:2 * half], wide[..., 2 * half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
@@ -55,7 +55,7 @@ def _rope_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     for tokens, heads, kv_heads, size, dim in ((0, 2, 1, 8, 8), (1, 9, 3, 64, 64), (5, 4, 4, 32, 16), (3, 8, 1, 20, 12),
                                                (7, 3, 1, 66, 66), (130, 9, 3, 64, 64)):
         merged = torch.randn(tokens, (heads + 2 * kv_heads) * size, generator=generator).to(device, dtype)
-        q, k, _ = merged.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+        q, k, _ = torch.split(merged, [heads * size, kv_heads * size, kv_heads * size], dim=-1)
         q, k = q.view(tokens, heads, size), k.view(tokens, kv_heads, size)
         angles = torch.rand(tokens, dim // 2, generator=generator) * 6
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
