@@ -30,7 +30,7 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
     only the hub's local cache is asked. Raises ModelNotFoundError in words.
     """
     path = Path(name).expanduser()
-    if path.exists():
+    if name != "" and path.exists():
         if revision is not None:
             raise ModelNotFoundError("revision", revision, f"not given: {name} is a local path",
                                      "Leave revision out, or give a hub id")
