@@ -30,7 +30,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     cases = (("empty", 0, 2, 8, 4), ("one", 1, 3, 64, 16), ("full_pages", 8, 2, 16, 4), ("many", 301, 1, 32, 16),
              ("odd", 13, 5, 20, 8))
     for name, tokens, heads, size, page_size in cases:
-        merged = torch.randn(tokens, 3 * heads, size, generator=generator).to(device, dtype)
+        merged = torch.randn(tokens + 1, 3 * heads, size, generator=generator).to(device, dtype)[:tokens]
         k, v = merged[:, heads:2 * heads], merged[:, 2 * heads:]
         num_pages = tokens // page_size + 3
         pool = torch.randn(num_pages, 2, heads, page_size, size, generator=generator).to(device, dtype)

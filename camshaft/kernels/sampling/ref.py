@@ -56,10 +56,11 @@ Row = tuple[float, int, float, float]
 
 def _arguments(logits: torch.Tensor, rows: tuple[Row, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Arguments of ``sample`` on the device of ``logits``; parameter rows repeat to fill the batch."""
-    table = torch.tensor([rows[index % len(rows)] for index in range(len(logits))]).reshape(-1, 4)
-    temperature, top_k, top_p, min_p = (column.contiguous().to(logits.device) for column in table.unbind(1))
+    chosen = [rows[index % len(rows)] for index in range(len(logits))]
+    temperature, top_k, top_p, min_p = (torch.tensor([row[field] for row in chosen], device=logits.device)
+                                        for field in range(4))
     uniform = torch.rand(len(logits), generator=generator).to(logits.device)
-    return logits, temperature, top_k.int(), top_p, min_p, uniform
+    return logits, temperature.float(), top_k.int(), top_p.float(), min_p.float(), uniform
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
