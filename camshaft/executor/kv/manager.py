@@ -56,7 +56,7 @@ class PrefixMatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageChange:
-    """News for one life cycle: ``page_table[row, columns[i]] = pages[i]``, then page ``copy_from[j]`` to ``copy_to[j]``.
+    """News for one life cycle: ``page_table[row, columns[i]] = pages[i]``; ``copy_from[j]`` goes to ``copy_to[j]``.
 
     A page of 0 stands for tokens out of reach, which nothing reads.
     """
@@ -103,12 +103,13 @@ class KVCacheManager:
         if len(sizes) != 1 or len(num_pages) != len(life_cycles):
             raise InternalError(f"life cycles with page sizes {sorted(sizes)} and {len(num_pages)} pools do not fit")
         self.page_size = sizes.pop()
+        self.num_life_cycles = len(life_cycles)
+        self.block_reuse = enable_block_reuse
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._cycles = tuple(make_life_cycle(spec) for spec in life_cycles)
         self._windowed = tuple(c for c, cycle in enumerate(self._cycles) if not cycle.whole_prefix)
         self._ledger = PageLedger(self._cycles, num_pages)
         self._tree = self._ledger.tree
-        self._block_reuse = enable_block_reuse
         self._partial_reuse = enable_block_reuse and enable_partial_reuse
         self._sequences: dict[RequestId, Sequence] = {}
         self._hits = self._tokens_reused = 0
@@ -162,7 +163,7 @@ class KVCacheManager:
         """
         if request_id in self._sequences:
             raise InternalError(f"request {request_id} was started twice")
-        sequence = Sequence(scope=scope, shares=reuse and self._block_reuse, num_cycles=len(self._cycles))
+        sequence = Sequence(scope=scope, shares=reuse and self.block_reuse, num_cycles=len(self._cycles))
         self._sequences[request_id] = sequence
         if not sequence.shares:
             return 0
@@ -225,7 +226,9 @@ class KVCacheManager:
         Pages that became full enter the prefix tree; what lies out of reach is given back.
         """
         sequence = self._sequence(request_id)
-        if not sequence.num_computed <= num_computed <= min(sequence.num_told * self.page_size, len(tokens)):
+        if num_computed == sequence.num_computed:
+            return
+        if not sequence.num_computed < num_computed <= min(sequence.num_told * self.page_size, len(tokens)):
             raise InternalError(f"request {request_id} cannot have {num_computed} computed tokens: it had "
                                 f"{sequence.num_computed}, {len(tokens)} tokens and {sequence.num_told} pages")
         sequence.num_computed = num_computed
@@ -283,7 +286,7 @@ class KVCacheManager:
 
     def _find(self, content: bytes, scope: PrefixScope) -> tuple[list[Node], Node | None, int]:
         """Nodes to share, then the node to copy from and how many of its tokens (None, 0: no copy)."""
-        root = self._tree.root(scope) if self._block_reuse else None
+        root = self._tree.root(scope) if self.block_reuse else None
         if root is None:
             return [], None, 0
         usable = content[:-TOKEN_BYTES]
