@@ -28,7 +28,6 @@ typedef struct {
 
 /* Stores four outputs `step` elements apart in y, of which `count` exist. */
 INLINE void finish(const Product *p, long token, long row, vquad values, int count, int along_rows, int kind) {
-#pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
         long t = along_rows ? token : token + i, r = along_rows ? row + i : row;
         float value = values[i];
@@ -94,9 +93,21 @@ INLINE void band(const Product *p, const float *x, long x_stride, const void *we
     }
 }
 
-INLINE void stream(const Product *p, const float *x, long x_stride, long first, long last, int kind) {
-    for (long n = first; n < last; n++)
-        band(p, x, x_stride, at(p->weight, n * p->weight_stride, kind), p->weight_stride, n, 0, p->tokens, 1, kind, kind);
+/* Rows [first, last), one at a time, times tokens [from, to). Each of these is compiled once; all else calls them. */
+#define STREAM(NAME, WEIGHT_KIND) \
+    static __attribute__((noinline)) void NAME(const Product *p, const float *x, long x_stride, const void *weight, \
+                                               long weight_stride, long first, long last, long from, long to) { \
+        for (long n = first; n < last; n++) \
+            band(p, x, x_stride, at(weight, (n - first) * weight_stride, WEIGHT_KIND), weight_stride, n, from, to, 1, \
+                 WEIGHT_KIND, p->kind); \
+    }
+STREAM(stream_f32, KIND_F32)
+STREAM(stream_bf16, KIND_BF16)
+STREAM(stream_f16, KIND_F16)
+
+static __attribute__((noinline)) void four_rows(const Product *p, const float *x, long x_stride, const float *weight,
+                                                long weight_stride, long row, long from, long to) {
+    band(p, x, x_stride, weight, weight_stride, row, from, to, ROWS, KIND_F32, p->kind);
 }
 
 static void widen(float *to, const void *from, long rows, long depth, long stride, int kind) {
@@ -108,46 +119,49 @@ static void widen(float *to, const void *from, long rows, long depth, long strid
     }
 }
 
-INLINE void tiled(const Product *p, float *scratch, long block, long first, long last, int kind) {
+static void tiled(const Product *p, float *scratch, long block, long first, long last) {
     float *weight_scratch = scratch ? scratch + block * p->depth : 0;
     for (long from = 0; from < p->tokens; from += block) {
         long to = from + block < p->tokens ? from + block : p->tokens;
-        const float *x = at(p->x, from * p->x_stride, kind);
+        const float *x = at(p->x, from * p->x_stride, p->kind);
         long x_stride = p->x_stride;
-        if (kind != KIND_F32) {
-            widen(scratch, x, to - from, p->depth, x_stride, kind);
+        if (scratch) {
+            widen(scratch, x, to - from, p->depth, x_stride, p->kind);
             x = scratch, x_stride = p->depth;
         }
         for (long n = first; n < last; n += ROWS) {
-            int rows = last - n < ROWS ? (int)(last - n) : ROWS;
-            const float *weight = at(p->weight, n * p->weight_stride, kind);
-            long stride = p->weight_stride;
-            if (kind != KIND_F32) {
-                widen(weight_scratch, weight, rows, p->depth, stride, kind);
+            long rows = last - n < ROWS ? last - n : ROWS, stride = p->weight_stride;
+            const float *weight = at(p->weight, n * stride, p->kind);
+            if (scratch) {
+                widen(weight_scratch, weight, rows, p->depth, stride, p->kind);
                 weight = weight_scratch, stride = p->depth;
             }
-            if (rows == ROWS) band(p, x, x_stride, weight, stride, n, from, to, ROWS, KIND_F32, kind);
-            else for (int r = 0; r < rows; r++)
-                band(p, x, x_stride, weight + r * stride, stride, n + r, from, to, 1, KIND_F32, kind);
+            if (rows == ROWS) four_rows(p, x, x_stride, weight, stride, n, from, to);
+            else stream_f32(p, x, x_stride, weight, stride, n, n + rows, from, to);
         }
     }
 }
 
-INLINE int share(const Product *p, long first, long last, int kind) {
+static int share(const Product *p, long first, long last) {
     if (first >= last) return 0;
+    const void *weight = at(p->weight, first * p->weight_stride, p->kind);
+    if (p->tokens <= STREAM_TOKENS && p->kind == KIND_F32) {
+        stream_f32(p, p->x, p->x_stride, weight, p->weight_stride, first, last, 0, p->tokens);
+        return 0;
+    }
     long block = TILE_BYTES / 4 / (p->depth + 1) / TOKENS * TOKENS;
     if (block < 4 * TOKENS) block = 4 * TOKENS;
     if (block > p->tokens) block = p->tokens;
     float *scratch = 0;
-    if (kind != KIND_F32) {
-        scratch = malloc((size_t)((block + ROWS) * p->depth) * sizeof *scratch);
+    if (p->kind != KIND_F32) {
+        scratch = malloc((size_t)((block + ROWS) * p->depth + 1) * sizeof *scratch);
         if (!scratch) return 1;
     }
-    if (p->tokens > STREAM_TOKENS) tiled(p, scratch, block, first, last, kind);
-    else if (kind == KIND_F32) stream(p, p->x, p->x_stride, first, last, kind);
+    if (p->tokens > STREAM_TOKENS) tiled(p, scratch, block, first, last);
     else {
-        widen(scratch, p->x, p->tokens, p->depth, p->x_stride, kind);
-        stream(p, scratch, p->depth, first, last, kind);
+        widen(scratch, p->x, p->tokens, p->depth, p->x_stride, p->kind);
+        (p->kind == KIND_BF16 ? stream_bf16 : stream_f16)(p, scratch, p->depth, weight, p->weight_stride, first, last,
+                                                          0, p->tokens);
     }
     free(scratch);
     return 0;
@@ -164,9 +178,7 @@ int camshaft_linear(const void *x, const void *weight, const void *bias, void *y
         long count = omp_get_num_threads(), index = omp_get_thread_num(), bands = (rows + ROWS - 1) / ROWS;
         long first = bands * index / count * ROWS, last = bands * (index + 1) / count * ROWS;
         if (last > rows) last = rows;
-        if (kind == KIND_F32) failed |= share(&p, first, last, KIND_F32);
-        else if (kind == KIND_BF16) failed |= share(&p, first, last, KIND_BF16);
-        else failed |= share(&p, first, last, KIND_F16);
+        failed |= share(&p, first, last);
     }
     return failed;
 }
