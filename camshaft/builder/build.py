@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import hashlib
 import json
 import tempfile
@@ -74,7 +73,9 @@ def _parts(program: Program, checkpoint: Checkpoint, cfg: BuildConfig, device: D
     return EngineParts(
         graph_text=dump_graph(program), model=program.config, generation=checkpoint.generation, build=cfg,
         device=DeviceRequirement(kind=device.kind, features=needed), life_cycles=program.life_cycles,
-        history=tuple(dataclasses.asdict(record) for record in program.history), kernels=_kernels(program),
+        history=tuple({"name": record.name, "matches": record.matches, "notes": list(record.notes)}
+                      for record in program.history),
+        kernels=_kernels(program),
         activation_peak_bytes=activation_peak_bytes(program, cfg), weights_id=_weights_id(checkpoint, cfg),
         tokenizer_files=checkpoint.tokenizer_files(), native=native)
 
