@@ -175,21 +175,22 @@ def test_the_same_page_computed_twice_is_cached_once():
     assert (kv.stats().cached, kv.stats().free) == (3, 5)
 
 
-def test_what_follows_a_page_computed_twice_is_cached_at_release():
+@pytest.mark.parametrize("length", [2 * PAGE, 2 * PAGE + 2], ids=["full last page", "unfinished last page"])
+def test_what_follows_a_page_computed_twice_is_cached_at_release(length):
     kv = make(12)
     tails = {1: count_up(6, 50), 2: count_up(6, 70)}
     for request_id in (1, 2):
         kv.start(request_id, count_up(5), SCOPE, True)
-        kv.reserve(request_id, 10)
+        kv.reserve(request_id, length)
     for request_id, tail in tails.items():
-        kv.commit(request_id, np.concatenate([count_up(4), tail]), 10)
+        kv.commit(request_id, np.concatenate([count_up(4), tail]), length)
     assert kv.match(np.concatenate([count_up(4), tails[2]]), SCOPE).num_tokens == 4
     kv.release(2)
     kv.check_integrity()
-    assert kv.match(np.concatenate([count_up(4), tails[2], text(0)]), SCOPE).num_tokens == 10
+    assert kv.match(np.concatenate([count_up(4), tails[2], text(0)]), SCOPE).num_tokens == length
     kv.release(1)
     kv.check_integrity()
-    assert kv.match(np.concatenate([count_up(4), tails[1], text(0)]), SCOPE).num_tokens == 10
+    assert kv.match(np.concatenate([count_up(4), tails[1], text(0)]), SCOPE).num_tokens == length
 
 
 def test_a_page_is_shared_only_when_committed():

@@ -49,10 +49,11 @@ class PageLedger:
             self.queues[c].num_cached += 1
             self._touch(node)
 
-    def publish(self, parent: Node, content: bytes, pages: list[int]) -> Node:
-        """Put private pages into the tree, where the request that had them holds them."""
+    def publish(self, parent: Node, content: bytes, pages: list[int]) -> Node | None:
+        """Put private pages into the tree, where the request that had them holds them; None as ``insert``."""
         node = self.tree.insert(parent, content, pages)
-        node.refs = [int(page != 0) for page in pages]
+        if node is not None:
+            node.refs = [int(page != 0) for page in pages]
         return node
 
     def take(self, c: int, copies: list[PageCopy]) -> int:

@@ -325,9 +325,10 @@ class KVCacheManager:
         if not any(pages):
             return False
         parent = sequence.last_node or self._tree.open_root(sequence.scope)
-        if not self._tree.holds(parent) or self._tree.child(parent, content) is not None:
+        node = self._ledger.publish(parent, content, pages)
+        if node is None:
             return False
-        sequence.last_node = sequence.nodes[column] = self._ledger.publish(parent, content, pages)
+        sequence.last_node = sequence.nodes[column] = node
         return True
 
     def _publish_late(self, sequence: Sequence) -> None:

@@ -104,10 +104,11 @@ class PrefixTree:
 
     def child(self, parent: Node, content: bytes) -> Node | None:
         """The child of ``parent`` holding exactly ``content``."""
-        found = self._nodes.get(chain_key(parent.key, content))
-        if found is None:
-            return None
-        if found.parent is not parent or found.content != content:
+        return self._lookup(parent, chain_key(parent.key, content), content)
+
+    def _lookup(self, parent: Node, key: bytes, content: bytes) -> Node | None:
+        found = self._nodes.get(key)
+        if found is not None and (found.parent is not parent or found.content != content):
             raise InternalError("two cached prefixes have the same SHA-256 key")
         return found
 
@@ -135,11 +136,11 @@ class PrefixTree:
                 best, most = node, shared
         return best, most
 
-    def insert(self, parent: Node, content: bytes, pages: list[int]) -> Node:
-        """Add a page below ``parent``, whose own page is full; the caller has found no such child."""
+    def insert(self, parent: Node, content: bytes, pages: list[int]) -> Node | None:
+        """Add a page below ``parent``, whose own page is full; None where it is already, or ``parent`` is gone."""
         key = chain_key(parent.key, content)
-        if key in self._nodes or not self.holds(parent):
-            raise InternalError("a cached page was inserted twice or below a page that is gone")
+        if self._lookup(parent, key, content) is not None or not self.holds(parent):
+            return None
         node = Node(parent, key, content, pages)
         at = bisect_left(parent.labels, content)
         parent.labels.insert(at, content)
