@@ -85,6 +85,9 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     engine = cached_engine(path, None if build == BuildConfig() else build, use_cache=source.use_cache,
                            show_progress=source.show_progress)
     manifest = engine.manifest
+    if manifest.native is None and manifest.device.kind == "cpu":
+        logger.warning("this engine was built without a C compiler, so its kernels are torch's, which decode slower; "
+                       "install gcc or clang and it is built anew")
     device = torch.device(manifest.device.kind)
     scheduler = resolve_scheduler(scheduler, manifest.build)
     num_pages = kv_pages_for(engine, kv_cache, device)
