@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--foreign-engine", default=None, help="engine folder built under another torch version")
+
+
 def pytest_collection_modifyitems(items):
     if not any("gpu" in item.keywords for item in items):
         return
