@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from camshaft.core.errors import UserError
-from camshaft.kernels.native import compile_library, find_compiler, load_library
 from camshaft.kernels.op import OPS, Impl, Op, OpSpec, Sample, load_families
 from camshaft.testing import parity
 
@@ -15,13 +14,6 @@ OPS_UNDER_TEST = [op for op in OPS if not op.spec.name.startswith("test_")]
 CASES = [pytest.param(op, impl, dtype, sample.name, id=f"{op.spec.name}-{impl}-{str(dtype)[6:]}-{sample.name}")
          for op in OPS_UNDER_TEST for impl in sorted(op.impls) if op.impls[impl].device in ("cpu", "any")
          for dtype in op.spec.dtypes for sample in parity.samples_of(op.spec.name, dtype, "cpu")]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    path = compile_library(tmp_path_factory.mktemp("native"))
-    assert path is not None or find_compiler() is None, "there is a C compiler, but the kernels did not compile"
-    return None if path is None else load_library(path)
 
 
 @pytest.mark.parametrize(("op", "impl", "dtype", "name"), CASES)

@@ -18,17 +18,17 @@ from camshaft.kernels.op import OpSpec, Sample, define_op
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float,
            softcap: float | None) -> torch.Tensor:
-    """Attention of q [T, Hq, D] over k, v [S, Hkv, D] where visible [T, S] says so; [T, Hq, D] in q's dtype.
+    """Attention of q [T, Hq, D] over k, v [..., S, Hkv, D] where visible [..., T, S] says so; [..., T, Hq, D].
 
-    A query that sees nothing gets zeros. Invisible values must be finite.
+    The result has q's dtype. A query that sees nothing gets zeros. Invisible values must be finite.
     """
     compute = q.dtype if q.dtype == torch.float64 else torch.float32
-    grouped = q.to(compute).reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    scores = torch.einsum("thgd,shd->hgts", grouped, k.to(compute)) * scale
+    grouped = q.to(compute).reshape(q.shape[0], k.shape[-2], q.shape[1] // k.shape[-2], q.shape[2])
+    scores = torch.einsum("thgd,...shd->hg...ts", grouped, k.to(compute)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(~visible, 0.0)
-    return torch.einsum("hgts,shd->thgd", weights, v.to(compute)).flatten(1, 2).to(q.dtype).contiguous().contiguous()
+    return torch.einsum("hg...ts,...shd->...thgd", weights, v.to(compute)).flatten(-3, -2).to(q.dtype).contiguous()
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
@@ -55,24 +55,24 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
     the tokens a row can see influences the result: not NaN in unused slots, nor the page table beyond them.
     page_table [R, C], query_start [R + 1] and seq_lens [R] are int32.
     """
-    num_rows, page_size = seq_lens.shape[0], kv_pool.shape[3]
+    page_size = kv_pool.shape[3]
     slot = torch.arange(page_table.shape[1] * page_size, device=q.device)
     first_position = seq_lens - query_start.diff()
     lowest = torch.zeros_like(first_position) if window is None else first_position - window + 1
     live = (slot < seq_lens[:, None]) & (slot >= lowest[:, None])
-    pages = page_table.masked_fill(~live.reshape(num_rows, page_table.shape[1], page_size).any(2), 0)
+    pages = page_table.masked_fill(~live.reshape(*page_table.shape, page_size).any(2), 0)
     keys, values = (
-        kv_pool[pages, side].transpose(2, 3).flatten(1, 2).masked_fill(~live[:, :, None, None], 0.0).flatten(0, 1)
+        kv_pool[pages, side].transpose(2, 3).flatten(1, 2).masked_fill(~live[:, :, None, None], 0.0)
         for side in (0, 1)
     )
     token = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-    row = (torch.searchsorted(query_start, token, right=True) - 1).clamp(max=max(num_rows - 1, 0))
-    position = first_position[row] + token - query_start[row]
-    visible = live[row] & (slot <= position[:, None])
+    row = (torch.searchsorted(query_start, token, right=True) - 1).clamp(max=max(len(seq_lens) - 1, 0))
+    position = (first_position[row] + token - query_start[row])[:, None]
+    visible = live[:, None, :] & (slot <= position)
     if window is not None:
-        visible &= slot > position[:, None] - window
-    own_row = torch.arange(num_rows, device=q.device) == row[:, None]
-    return attend(q, keys, values, (own_row[:, :, None] & visible[:, None, :]).flatten(1), scale, softcap)
+        visible &= slot > position - window
+    by_row = attend(q, keys, values, visible, scale, softcap)
+    return by_row[row, token]
 
 
 def _same_as_q(q: torch.Tensor, *rest: object) -> torch.Tensor:
