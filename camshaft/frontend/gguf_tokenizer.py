@@ -2,7 +2,9 @@
 
 Owns the two vocabularies GGUF files of decoders hold, byte-level BPE ("gpt2") and SentencePiece BPE ("llama"),
 and the splitting rules their ``pre`` names stand for; an unknown name is refused, because guessing one
-gives other token ids without a word. Reads no files and needs neither transformers nor sentencepiece.
+gives other token ids without a word. Where SentencePiece vocabularies take a leading space, every stretch of
+text between special tokens gets one, as in llama.cpp, whose format this is. Reads no files and needs neither
+transformers nor sentencepiece.
 """
 
 from __future__ import annotations

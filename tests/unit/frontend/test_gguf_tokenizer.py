@@ -170,6 +170,12 @@ def test_user_defined_tokens_are_matched_whole_and_shown(sentencepiece_model):
     assert tokenizer.decode(tokenizer.encode("fox</s>").ids, skip_special_tokens=True) == "fox"
 
 
+def test_text_after_a_special_token_gets_its_own_leading_space(sentencepiece_model):
+    tokenizer = load(rebuild_tokenizer(sentencepiece_metadata(sentencepiece_model)))
+    found = tokenizer.encode("<s>fox</s>dog", add_special_tokens=False).ids
+    assert found == [1, *sentencepiece_model.encode("fox"), 2, *sentencepiece_model.encode("dog")]
+
+
 def test_no_tokenizer_in_the_file():
     assert rebuild_tokenizer({}) == {}
     assert rebuild_tokenizer({"tokenizer.ggml.model": "no_vocab"}) == {}
