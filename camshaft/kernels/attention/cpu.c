@@ -13,6 +13,7 @@
 #define BLOCK 64
 #define QUERY_ROWS 64 /* query rows (tokens x heads of a group) that share one pass over the keys */
 #define KEPT_FLOATS (8l << 20) /* most memory for partials when blocks are shared out */
+#define SERIAL_PRODUCTS 50000 /* less work than this costs less than waking threads */
 #define ALIGNMENT 64
 #define TILE 4
 #if LANES == 16
@@ -446,6 +447,7 @@ int camshaft_paged_attention(const void *q, long q_token, long q_head, int q_kin
     long count = plan(&j, units, &blocks);
     for (long i = 0; i < count; i++) m = larger(m, units[i].count * group);
     int failed = 0;
+    if (blocks * kv_heads * m * BLOCK * dim < SERIAL_PRODUCTS) threads = 1;
     int few = count * kv_heads < 4 * threads && blocks * kv_heads * partial_floats(m, dim) < KEPT_FLOATS;
     if (count && threads > 1 && few) failed = run_split(&j, units, count, blocks, m, threads);
     else if (count) failed = run_whole(&j, units, count, m, threads);
