@@ -158,15 +158,18 @@ class Tokenizer:
             return
         from tokenizers.processors import TemplateProcessing
 
-        start = self.special_tokens.get("bos_token") if settings.get("add_bos_token") else None
-        end = self.special_tokens.get("eos_token") if settings.get("add_eos_token") else None
-        around = {text: self._backend.token_to_id(text) for text in (start, end) if text is not None}
-        for text, index in around.items():
+        around: dict[str, dict[str, Any]] = {}
+        for name in ("bos", "eos"):
+            text = self.special_tokens.get(f"{name}_token")
+            if text is None or not settings.get(f"add_{name}_token"):
+                continue
+            index = self._backend.token_to_id(text)
             if index is None:
                 raise CheckpointError("tokenizer_config.json", text, "a special token that tokenizer.json knows",
                                       "Download the model again")
-        words = [part for part in (start, "$A", end) if part is not None]
-        self._backend.post_processor = TemplateProcessing(single=words, special_tokens=list(around.items()))
+            around[name] = {"id": name, "ids": [index], "tokens": [text]}
+        words = [word for word in ("bos", "$A", "eos") if word == "$A" or word in around]
+        self._backend.post_processor = TemplateProcessing(single=words, special_tokens=list(around.values()))
 
     def _all_pieces(self, added: frozenset[int]) -> list[bytes]:
         """The bytes of every token id, in order; ids without a token have none."""

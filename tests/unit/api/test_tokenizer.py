@@ -158,6 +158,14 @@ def test_end_of_sequence_flag():
     assert tokenizer.encode("a") == [1, 262, 2]
 
 
+def test_special_tokens_may_hold_any_sign():
+    backend = tiny_tokenizer(300)
+    backend.add_special_tokens(["<a:1> $A"])
+    tokenizer = Tokenizer.from_files(files_of(backend, bos_token="<a:1> $A", add_bos_token=True))
+    assert tokenizer.encode("hi")[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokenizer.encode("hi"), skip_special_tokens=False) == "<a:1> $Ahi"
+
+
 def test_training_settings_of_the_file_do_not_touch_prompts():
     backend = tiny_tokenizer(300)
     backend.enable_truncation(3)
