@@ -1,15 +1,17 @@
 /* y[T,N] = x[T,K] * weight[N,K]^T + bias[N], bound by how fast weights stream from memory.
  *
  * Every output is one accumulator of LANES partial sums walking k upwards, whatever T is: the result of a row
- * never depends on its neighbours in the batch. Each thread owns a contiguous range of weight rows. Up to
- * STREAM_TOKENS tokens, rows go by one at a time, a single linear stream that the hardware prefetches;
- * beyond, ROWS x TOKENS tiles are held in registers and a block of rows stays in the first-level cache. */
+ * never depends on its neighbours in the batch. Each thread owns a contiguous range of weight rows. For one
+ * token (a few, where 16-bit weights are widened on the way), rows go by one at a time: a single linear stream
+ * that the hardware prefetches. For more, ROWS x TOKENS tiles are held in registers, and while a block of rows
+ * is used from the first-level cache the next one is fetched. */
 #include "native.h"
 
 #include <omp.h>
 #include <stdlib.h>
 
-#define STREAM_TOKENS 4
+#define STREAM_TOKENS_F32 1
+#define STREAM_TOKENS_16 4
 #define ROWS 4
 #if LANES == 16
 #define TOKENS 4
@@ -62,12 +64,18 @@ INLINE void finish(const Product *p, long token, long row, vquad values, int cou
 #define PART_W(r) load_part(at(weight, r * weight_stride + k, weight_kind), rest, weight_kind)
 #define NO_SUMS(r) vfloat s##r##0 = {0}, s##r##1 = {0}, s##r##2 = {0}, s##r##3 = {0}
 
-/* A tile of `rows` (1 or 4) x `tokens` (1 to 4) outputs over the whole depth. x is fp32. */
+/* A tile of `rows` (1 or 4) x `tokens` (1 to 4) outputs over the whole depth. x is fp32. With `ahead`, as many values
+ * from there on are fetched meanwhile: the next rows, as the one linear stream that four rows at once are not. */
 INLINE void tile(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
-                 long token, long row, int tokens, int rows, int weight_kind, int kind) {
+                 long token, long row, int tokens, int rows, int weight_kind, int kind, const float *ahead) {
     NO_SUMS(0); NO_SUMS(1); NO_SUMS(2); NO_SUMS(3);
     long whole = p->depth / LANES * LANES, rest = p->depth - whole, k = 0;
-    for (; k < whole; k += LANES) STEP(WHOLE_X, WHOLE_W);
+    if (ahead) {
+        for (; k < whole; k += LANES) {
+            STEP(WHOLE_X, WHOLE_W);
+            for (int i = 0; i < ROWS; i++) __builtin_prefetch(ahead + k * ROWS + i * LANES, 0, 2);
+        }
+    } else for (; k < whole; k += LANES) STEP(WHOLE_X, WHOLE_W);
     if (rest) STEP(PART_X, PART_W);
     if (rows == 1) {
         finish(p, token, row, lane_sums(s00, s01, s02, s03), tokens, 0, kind);
@@ -81,15 +89,16 @@ INLINE void tile(const Product *p, const float *x, long x_stride, const void *we
 
 /* `rows` weight rows, in cache after their first use, times tokens [from, to), whose fp32 values start at x. */
 INLINE void band(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
-                 long row, long from, long to, int rows, int weight_kind, int kind) {
+                 long row, long from, long to, int rows, int weight_kind, int kind,
+                 const float *ahead) {
     int tokens = rows == 1 ? 4 : TOKENS;
     long t = from;
-    for (; t + tokens <= to; t += tokens, x += tokens * x_stride)
-        tile(p, x, x_stride, weight, weight_stride, t, row, tokens, rows, weight_kind, kind);
+    for (; t + tokens <= to; t += tokens, x += tokens * x_stride, ahead = 0)
+        tile(p, x, x_stride, weight, weight_stride, t, row, tokens, rows, weight_kind, kind, ahead);
     switch (to - t) {
-    case 1: tile(p, x, x_stride, weight, weight_stride, t, row, 1, rows, weight_kind, kind); break;
-    case 2: tile(p, x, x_stride, weight, weight_stride, t, row, 2, rows, weight_kind, kind); break;
-    case 3: tile(p, x, x_stride, weight, weight_stride, t, row, 3, rows, weight_kind, kind); break;
+    case 1: tile(p, x, x_stride, weight, weight_stride, t, row, 1, rows, weight_kind, kind, ahead); break;
+    case 2: tile(p, x, x_stride, weight, weight_stride, t, row, 2, rows, weight_kind, kind, ahead); break;
+    case 3: tile(p, x, x_stride, weight, weight_stride, t, row, 3, rows, weight_kind, kind, ahead); break;
     }
 }
 
@@ -99,15 +108,15 @@ INLINE void band(const Product *p, const float *x, long x_stride, const void *we
                                                long weight_stride, long first, long last, long from, long to) { \
         for (long n = first; n < last; n++) \
             band(p, x, x_stride, at(weight, (n - first) * weight_stride, WEIGHT_KIND), weight_stride, n, from, to, 1, \
-                 WEIGHT_KIND, p->kind); \
+                 WEIGHT_KIND, p->kind, 0); \
     }
 STREAM(stream_f32, KIND_F32)
 STREAM(stream_bf16, KIND_BF16)
 STREAM(stream_f16, KIND_F16)
 
 static __attribute__((noinline)) void four_rows(const Product *p, const float *x, long x_stride, const float *weight,
-                                                long weight_stride, long row, long from, long to) {
-    band(p, x, x_stride, weight, weight_stride, row, from, to, ROWS, KIND_F32, p->kind);
+                                                long weight_stride, long row, long from, long to, const float *ahead) {
+    band(p, x, x_stride, weight, weight_stride, row, from, to, ROWS, KIND_F32, p->kind, ahead);
 }
 
 static void widen(float *to, const void *from, long rows, long depth, long stride, int kind) {
@@ -136,7 +145,8 @@ static void tiled(const Product *p, float *scratch, long block, long first, long
                 widen(weight_scratch, weight, rows, p->depth, stride, p->kind);
                 weight = weight_scratch, stride = p->depth;
             }
-            if (rows == ROWS) four_rows(p, x, x_stride, weight, stride, n, from, to);
+            if (rows == ROWS)
+                four_rows(p, x, x_stride, weight, stride, n, from, to, scratch ? 0 : weight + ROWS * stride);
             else stream_f32(p, x, x_stride, weight, stride, n, n + rows, from, to);
         }
     }
@@ -145,7 +155,7 @@ static void tiled(const Product *p, float *scratch, long block, long first, long
 static int share(const Product *p, long first, long last) {
     if (first >= last) return 0;
     const void *weight = at(p->weight, first * p->weight_stride, p->kind);
-    if (p->tokens <= STREAM_TOKENS && p->kind == KIND_F32) {
+    if (p->kind == KIND_F32 && p->tokens <= STREAM_TOKENS_F32) {
         stream_f32(p, p->x, p->x_stride, weight, p->weight_stride, first, last, 0, p->tokens);
         return 0;
     }
@@ -157,7 +167,7 @@ static int share(const Product *p, long first, long last) {
         scratch = malloc((size_t)((block + ROWS) * p->depth + 1) * sizeof *scratch);
         if (!scratch) return 1;
     }
-    if (p->tokens > STREAM_TOKENS) tiled(p, scratch, block, first, last);
+    if (!scratch || p->tokens > STREAM_TOKENS_16) tiled(p, scratch, block, first, last);
     else {
         widen(scratch, p->x, p->tokens, p->depth, p->x_stride, p->kind);
         (p->kind == KIND_BF16 ? stream_bf16 : stream_f16)(p, scratch, p->depth, weight, p->weight_stride, first, last,
