@@ -23,6 +23,7 @@ from camshaft.core import device as devices
 from camshaft.core import env
 from camshaft.core.device import DeviceSpec
 from camshaft.core.errors import UserError
+from camshaft.core.log import progress
 from camshaft.engine.artifact import Engine, EngineParts, EngineWriter, is_engine_folder
 from camshaft.engine.manifest import DeviceRequirement
 from camshaft.frontend.checkpoint import Checkpoint, open_checkpoint
@@ -57,10 +58,14 @@ def build(model: str | Path, cfg: BuildConfig | None = None, *, output: Path | N
     with tempfile.TemporaryDirectory(prefix="camshaft-build-") as scratch, \
             concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiling:
         library = compiling.submit(_native_library, device, Path(scratch))
-        program = program_from_checkpoint(checkpoint, getattr(torch, cfg.dtype))
-        _check_memory(program, device, cfg)
-        native = library.result()
-        run_passes(program, PassContext(build=cfg, device=device, native=native is not None))
+        with progress("compiling", 3, show=show_progress, unit="steps") as advance:
+            program = program_from_checkpoint(checkpoint, getattr(torch, cfg.dtype))
+            _check_memory(program, device, cfg)
+            advance(1)
+            native = library.result()
+            advance(1)
+            run_passes(program, PassContext(build=cfg, device=device, native=native is not None))
+            advance(1)
         for name, weight in program.weights.items():
             writer.add_tensor(name, weight)
         return writer.finish(_parts(program, checkpoint, cfg, device, native), show_progress=show_progress)

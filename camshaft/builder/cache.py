@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ DEFAULT_MAX_BYTES = 50 * 10**9
 _BUILD_SOURCES = ("builder", "config", "engine", "frontend", "ir", "kernels", "layers", "models", "passes")
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".gguf")
 _HEADER_BYTES = 64 << 10
+_PATIENCE_SECONDS = 5.0
 
 
 def cached_engine(model: str | Path, cfg: BuildConfig | None = None, *, use_cache: bool = True,
@@ -54,8 +56,8 @@ def cached_engine(model: str | Path, cfg: BuildConfig | None = None, *, use_cach
         try:
             cache = _Cache(env.cache_dir() / "engines")
             return cache.get(path, wanted, cache_key(path, wanted), show_progress)
-        except (OSError, NotImplementedError) as error:
-            # NotImplementedError: a file system without locks. What is wrong with the model itself shows again below.
+        except OSError as error:
+            # where it is the checkpoint that cannot be read, the build below says so
             logger.warning("the engine cache cannot be used (%s); building in memory", error)
     from camshaft.builder.build import build
 
@@ -109,26 +111,27 @@ class _Cache:
 
     def get(self, path: Path, cfg: BuildConfig, key: str, show_progress: bool) -> Engine:
         """Load entry ``key``, built first where it is missing or damaged. OSError where the disk cannot be used."""
+        limit = env.read_int("CAMSHAFT_CACHE_MAX_BYTES") or DEFAULT_MAX_BYTES
         self.folder.mkdir(parents=True, exist_ok=True)
         entry = self.folder / key
-        with self._lock(key):
+        with self._locked(key, _PATIENCE_SECONDS), contextlib.ExitStack() as undo:
             use = _hold_shared(self._use_file(key))
+            undo.callback(os.close, use)
             engine = self._load(entry, show_progress)
             built = engine is None
             if engine is None:
                 engine = self._build(entry, path, cfg, show_progress)
-        weakref.finalize(engine, os.close, use)
+            undo.pop_all()
+            weakref.finalize(engine, os.close, use)
         with contextlib.suppress(OSError):
             os.utime(entry)
         if built:
-            self.evict(keep=key)
+            self.evict(limit, keep=key)
         return engine
 
-    def evict(self, keep: str) -> None:
-        """Remove entries, least recently used first, until the rest fits; never ``keep`` nor one in use."""
-        limit = env.read_int("CAMSHAFT_CACHE_MAX_BYTES") or DEFAULT_MAX_BYTES
-        entries = sorted((_last_use(entry), entry) for entry in self.folder.iterdir()
-                         if entry.is_dir() and not entry.name.startswith("."))
+    def evict(self, limit: int, keep: str) -> None:
+        """Remove entries, least recently used first, until ``limit`` bytes hold; never ``keep`` nor one in use."""
+        entries = sorted((_last_use(entry), entry) for entry in self.folder.glob("[!.]*") if entry.is_dir())
         sizes = {entry: _folder_bytes(entry) for _, entry in entries}
         total = sum(sizes.values())
         for _, entry in entries:
@@ -156,16 +159,32 @@ class _Cache:
 
     def _remove_unused(self, entry: Path) -> bool:
         try:
-            with self._lock(entry.name, timeout=0), _exclusive(self._use_file(entry.name)) as unused:
+            with self._locked(entry.name), _exclusive(self._use_file(entry.name)) as unused:
                 if unused:
                     shutil.rmtree(entry)
                     self._use_file(entry.name).unlink(missing_ok=True)
                 return unused
-        except (OSError, filelock.Timeout):
+        except OSError:
+            # its lock is taken (a Timeout is an OSError), or it cannot be removed: then it stays
             return False
 
-    def _lock(self, key: str, timeout: float = -1) -> filelock.BaseFileLock:
-        return filelock.FileLock(self.folder / f"{key}.lock", timeout=timeout)
+    @contextlib.contextmanager
+    def _locked(self, key: str, patience: float | None = None) -> Iterator[None]:
+        """Hold the lock of ``key``: at once or not at all (OSError); with ``patience`` until it is free, saying so."""
+        lock = filelock.FileLock(self.folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=patience or 0)
+        except filelock.Timeout:
+            if patience is None:
+                raise
+            logger.warning("another process is building this engine; waiting for it")
+            lock.acquire()
+        except RuntimeError as error:
+            raise OSError(errno.ENOLCK, f"{self.folder} does not support locks ({error})") from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _use_file(self, key: str) -> Path:
         return self.folder / f"{key}.use"

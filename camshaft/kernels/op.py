@@ -90,7 +90,8 @@ class Impl:
     With ``native`` set, ``fn`` is a factory: ``fn(library: ctypes.CDLL) -> callable``; otherwise it
     is the callable. Either way the callable takes the op's arguments positionally in schema order.
     ``prepare`` maps argument names of weights to functions applied once at build time; the callable
-    then receives the prepared tensor in that place.
+    then receives the prepared tensor in that place. They are plain torch and run on meta tensors too:
+    a build learns the prepared shape without reading the weight.
     """
 
     name: str

@@ -24,6 +24,7 @@ from camshaft.testing.tiny import write_tiny_llama
 
 CFG = BuildConfig(max_batch_size=4, max_num_tokens=16)
 REPOSITORY = Path(cache.__file__).parents[2]
+SOURCES_HASH = cache._sources_hash
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,12 @@ def model(pristine, tmp_path):
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     monkeypatch.setenv("CC", "none")
+
+
+@pytest.fixture(autouse=True)
+def settled_sources(monkeypatch):
+    """An edit of the package while the tests run does not change their keys."""
+    monkeypatch.setattr(cache, "_sources_hash", lambda: "settled")
 
 
 @pytest.fixture
@@ -131,10 +138,10 @@ def test_the_key_covers_our_own_sources(monkeypatch, tmp_path):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("1")
     monkeypatch.setattr(cache.camshaft, "__file__", str(package / "__init__.py"))
-    hashes = [cache._sources_hash()]
+    hashes = [SOURCES_HASH()]
     for name in ("runtime/step.py", "passes/fuse.py", "kernels/gemm/cpu.c"):
         (package / name).write_text("2")
-        hashes.append(cache._sources_hash())
+        hashes.append(SOURCES_HASH())
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
 
@@ -193,6 +200,53 @@ def test_errors_of_the_model_are_not_taken_for_errors_of_the_cache(model, caplog
     assert "cache cannot be used" not in caplog.text
 
 
+def test_a_file_system_without_locks_costs_a_warning(model, monkeypatch, caplog):
+    def refuse(self, timeout=None):
+        raise RuntimeError("no flock here")
+
+    monkeypatch.setattr(cache.filelock.FileLock, "acquire", refuse)
+    monkeypatch.setattr("camshaft.core.env.cache_dir", lambda: model.parent / "locks")
+    with caplog.at_level(logging.WARNING, logger="camshaft"):
+        assert cached_engine(model, CFG).folder is None
+    assert "does not support locks" in caplog.text
+
+
+def test_waiting_for_another_process_is_said(model, monkeypatch, caplog):
+    cached_engine(model, CFG)
+    monkeypatch.setattr(cache, "_PATIENCE_SECONDS", 0.01)
+    folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
+    other = cache.filelock.FileLock(folder / f"{cache_key(model, CFG)}.lock", thread_local=False)
+    other.acquire()
+
+    def release_once_said(record):
+        other.release()
+        return True
+
+    with caplog.at_level(logging.WARNING, logger="camshaft"):
+        caplog.handler.addFilter(release_once_said)
+        assert cached_engine(model, CFG).folder is not None
+        caplog.handler.removeFilter(release_once_said)
+    assert "waiting for it" in caplog.text
+
+
+def test_an_unreadable_size_limit_is_refused_before_building(model, monkeypatch, builds):
+    monkeypatch.setenv("CAMSHAFT_CACHE_MAX_BYTES", "lots")
+    with pytest.raises(UserError, match="CAMSHAFT_CACHE_MAX_BYTES"):
+        cached_engine(model, CFG)
+    assert builds == []
+
+
+def test_a_failed_build_leaves_nothing_in_use(model, monkeypatch):
+    real = recipe.build
+    monkeypatch.setattr(recipe, "build", lambda *args, **kwargs: 1 / 0)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ZeroDivisionError):
+        cached_engine(model, CFG)
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(recipe, "build", real)
+    assert cached_engine(model, CFG).folder is not None
+
+
 def test_concurrent_starts_share_one_build(model, builds):
     barrier = threading.Barrier(3)
 
@@ -220,7 +274,8 @@ def test_two_processes_share_one_build(model):
     assert outputs[0][-1] == outputs[1][-1]
 
 
-def test_the_second_start_imports_nothing_of_the_build_side(model):
+def test_the_second_start_imports_nothing_of_the_build_side(model, monkeypatch):
+    monkeypatch.setattr(cache, "_sources_hash", SOURCES_HASH)
     cached_engine(model, CFG)
     code = ("import sys, json; from camshaft.builder.cache import cached_engine\n"
             "from camshaft.config.build import BuildConfig\n"
