@@ -118,7 +118,7 @@ def parse_graph(text: str) -> fx.Graph:
     if len(text) > MAX_TEXT_BYTES:
         raise _corrupt(f"{len(text)} characters", f"at most {MAX_TEXT_BYTES}")
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _corrupt(f"text that is not JSON ({error})", "the graph as it was written") from error
     lines = data.get("nodes") if isinstance(data, dict) else None
@@ -133,6 +133,10 @@ def parse_graph(text: str) -> fx.Graph:
     if not reader.finished:
         raise _corrupt("no output", "an output as the last node")
     return reader.graph
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _corrupt(found: object, needed: str) -> EngineCorruptError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from camshaft.core.errors import InternalError
+from camshaft.core.errors import InternalError, UserError
 from camshaft.ir import nodes
 from camshaft.ir.program import Program
 from camshaft.ir.weight import Weight
@@ -33,8 +33,11 @@ class SelectKernels(Pass):
         """Raises UserError for a forced op or kernel that is unknown or cannot serve its call."""
         load_families(ctx.device.kind)
         forced = dict(choice.split("=") for choice in ctx.build.kernels)
-        for name in forced:
+        present = {nodes.target_name(node.target).removeprefix(f"{NAMESPACE}.") for node in program.graph.nodes}
+        for name, kernel in forced.items():
             OPS.get(name)
+            if name not in present:
+                raise UserError("kernels", f"{name}={kernel}", f"an op of this model's graph; {name} is not in it")
         matches = 0
         for node in list(program.graph.nodes):
             name = nodes.target_name(node.target) if node.op == "call_function" else ""

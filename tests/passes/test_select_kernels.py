@@ -70,6 +70,7 @@ def test_a_forced_kernel_is_taken(extra_impl):
 
 @pytest.mark.parametrize(("choice", "message"), [
     ("linaer=ref", "linear"), ("linear=fastest", "one of"), ("linear=refuses", "too old"),
+    ("gelu_mul=ref", "not in it"), ("attention=ref", "not in it"),
 ])
 def test_forcing_what_cannot_be(extra_impl, choice, message):
     extra_impl("linear", name="refuses", supports=lambda call: "too old")

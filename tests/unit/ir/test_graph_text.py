@@ -122,7 +122,8 @@ def test_edited_nodes_are_refused(lowered_text, changes):
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "3", '{"graph_format": 2, "nodes": []}',
                                   '{"graph_format": 1, "nodes": []}', '{"graph_format": 1, "nodes": [3]}',
                                   '{"graph_format": 1, "nodes": [{"op": "output", "args": []}]}',
-                                  '{"graph_format": 1, "nodes": {}}', "[" * 100_000])
+                                  '{"graph_format": 1, "nodes": {}}',
+                                  '{"graph_format": 1, "nodes": [{"op": "output", "args": [NaN]}]}', "[" * 100_000])
 def test_text_that_is_no_graph_is_refused(text):
     with pytest.raises(EngineCorruptError):
         parse_graph(text)
