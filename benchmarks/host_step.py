@@ -41,6 +41,7 @@ class PreparedResults:
         self._finite = np.ones(num_rows, np.bool_)
 
     def submit(self, plan: StepPlan) -> "Prepared":
+        """The step's handle, at once."""
         rows = plan.rows[plan.samples]
         return Prepared(StepOutput(step=plan.step, rows=rows, epochs=plan.epochs[plan.samples],
                                    token_ids=self._tokens[plan.step % 64, :len(rows)], finite=self._finite[:len(rows)]))
@@ -53,10 +54,12 @@ class Prepared:
         self._output = output
 
     def result(self) -> StepOutput:
+        """The prepared tokens."""
         return self._output
 
 
 def make_request(number: int, prompt: np.ndarray, max_tokens: int) -> GenerationRequest:
+    """Request ``number``; every tenth has stop ids, a seed and sampling."""
     special = number % 10 == 0
     stops = frozenset(STOP_IDS) if special else frozenset()
     sampling = RowSampling(temperature=0.8 if special else 0.0, top_k=0, top_p=0.95 if special else 1.0, min_p=0.0,
@@ -66,6 +69,7 @@ def make_request(number: int, prompt: np.ndarray, max_tokens: int) -> Generation
 
 
 def measure(num_requests: int, num_steps: int, depth: int) -> dict[str, float]:
+    """Time ``num_steps`` steps of ``num_requests`` decoding requests, in microseconds."""
     rng = np.random.default_rng(0)
     max_seq_len, page_size, prompt_tokens = num_steps + 600, 16, 256
     life_cycle = LifeCycleSpec(kind="full", layers=(0,), num_kv_heads=8, head_dim=128, page_size=page_size,

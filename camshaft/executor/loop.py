@@ -100,7 +100,7 @@ class Executor:
                    self._limits, self._kv)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request in any state, from any thread: its final increment says "cancelled". Unknown ids are ignored."""
+        """End a request in any state, from any thread; its final increment says "cancelled". Unknown ids do nothing."""
         with self._changed:
             if request_id in self._live:
                 self._inbox.append(request_id)

@@ -5,6 +5,8 @@ alone; the fake engine sees no page read wrongly, shared while written or writte
 row is left over. Depth 0 and 1, tiny pools, tiny chunks.
 """
 
+import dataclasses
+
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,39 +19,65 @@ from camshaft.testing.executor_rig import ExecutorRig, RigConfig
 
 VOCAB = 6
 SCOPES = (PrefixScope(model="fake"), PrefixScope(model="fake", adapter=1), PrefixScope(model="fake", salt="1"))
-BASES = np.random.default_rng(7).integers(0, VOCAB, (3, 40)).astype(np.int32)
+BASES = np.random.default_rng(7).integers(0, VOCAB, (2, 24)).astype(np.int32)
+MAX_SEQ_LEN = 48
+MAX_WAITING = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A request to be made: the beginning of a base sequence and a tail."""
+
+    base: int
+    shared: int
+    tail: list[int]
+    max_tokens: int
+    min_tokens: int
+    stops: set[int]
+    scope: int
+    reuse: bool
+    hot: bool
+
+
+SPECS = st.builds(
+    Spec, base=st.sampled_from([0, 0, 1]), shared=st.integers(2, 24),
+    tail=st.lists(st.integers(0, VOCAB - 1), max_size=3), max_tokens=st.integers(1, 16), min_tokens=st.integers(0, 3),
+    stops=st.sets(st.integers(0, VOCAB - 1), max_size=2), scope=st.sampled_from([0, 0, 0, 0, 1, 2]),
+    reuse=st.sampled_from([True, True, True, False]), hot=st.booleans())
 
 
 class ExecutorMachine(RuleBasedStateMachine):
     rig: ExecutorRig
 
     @initialize(depth=st.integers(0, 1), batch=st.integers(1, 4), extra=st.integers(0, 9),
-                chunk=st.sampled_from([None, 1, 3]), pages=st.integers(4, 20), page_size=st.sampled_from([1, 2, 4]),
+                chunk=st.sampled_from([None, 1, 3]), tokens=st.integers(16, 80), page_size=st.sampled_from([1, 2, 4]),
                 reuse=st.sampled_from([(True, True), (True, True), (True, False), (False, False)]))
-    def make(self, depth, batch, extra, chunk, pages, page_size, reuse):
+    def make(self, depth, batch, extra, chunk, tokens, page_size, reuse):
         scheduler = SchedulerConfig(max_batch_size=batch, max_num_tokens=batch + extra, context_chunk_tokens=chunk,
-                                    overlap_depth=depth, max_waiting=6)
-        self.rig = ExecutorRig(RigConfig(num_pages=pages, page_size=page_size, max_seq_len=48, vocab_size=VOCAB,
+                                    overlap_depth=depth, max_waiting=MAX_WAITING)
+        self.rig = ExecutorRig(RigConfig(num_pages=1 + tokens // page_size, page_size=page_size, max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB,
                                          block_reuse=reuse[0], partial_reuse=reuse[1], scheduler=scheduler))
         self.num_poisons = 0
         self.injected = False
 
-    @rule(base=st.integers(0, 2), shared=st.integers(0, 30), tail=st.lists(st.integers(0, VOCAB - 1), max_size=3),
-          max_tokens=st.integers(1, 14), min_tokens=st.integers(0, 3),
-          stops=st.sets(st.integers(0, VOCAB - 1), max_size=2), scope=st.sampled_from([0, 0, 0, 1, 2]),
-          reuse=st.sampled_from([True, True, False]), hot=st.booleans())
-    def submit(self, base, shared, tail, max_tokens, min_tokens, stops, scope, reuse, hot):
-        prompt = [*BASES[base, :shared].tolist(), *tail] or [0]
-        request = self.rig.request(prompt, max_tokens, stop=stops, min_tokens=min(min_tokens, max_tokens),
-                                   temperature=float(hot), scope=SCOPES[scope], reuse=reuse)
+    @rule(specs=st.lists(SPECS, min_size=1, max_size=6))
+    def submit(self, specs):
+        for spec in specs:
+            self.submit_one(spec)
+
+    def submit_one(self, spec):
+        prompt = [*BASES[spec.base, :spec.shared].tolist(), *spec.tail] or [0]
+        min_tokens = min(spec.min_tokens, spec.max_tokens)
+        request = self.rig.request(prompt, spec.max_tokens, stop=spec.stops, min_tokens=min_tokens,
+                                   temperature=float(spec.hot), scope=SCOPES[spec.scope], reuse=spec.reuse)
         try:
             self.rig.submit(request)
         except RequestTooLargeError:
-            limit = min(max_tokens, 48 - len(prompt))
+            limit = min(spec.max_tokens, MAX_SEQ_LEN - len(prompt))
             most = (self.rig.config.num_pages - 1) * self.rig.config.page_size
-            assert limit < max(1, request.min_tokens) or len(prompt) + limit - 1 > most
+            assert limit < max(1, min_tokens) or len(prompt) + limit - 1 > most
         except QueueFullError:
-            assert self.rig.executor.stats().num_waiting == 6
+            assert self.rig.executor.stats().num_waiting == MAX_WAITING
         except EngineDeadError:
             assert self.injected
 
@@ -58,20 +86,30 @@ class ExecutorMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.rig.executor.step()
 
+    @rule(specs=st.lists(SPECS, min_size=1, max_size=4), steps=st.integers(1, 5),
+          picks=st.lists(st.integers(0, 9), max_size=2))
+    def submit_step_abort(self, specs, steps, picks):
+        self.submit(specs)
+        self.step(steps)
+        live = [request_id for request_id, told in self.rig.told.items() if not told.finals]
+        for pick in picks if live else ():
+            self.rig.executor.abort(live[pick % len(live)])
+
     @precondition(lambda self: self.rig.requests)
     @rule(data=st.data())
-    def abort(self, data):
+    def abort_any(self, data):
         self.rig.executor.abort(data.draw(st.sampled_from(sorted(self.rig.requests))))
 
-    @rule(row=st.integers(0, 3))
-    def poison(self, row):
-        self.num_poisons += 1
-        self.rig.engine.poison_rows.add(row)
+    @rule(row=st.integers(0, 3), chosen=st.integers(0, 4))
+    def poison(self, row, chosen):
+        if chosen == 2:
+            self.num_poisons += 1
+            self.rig.engine.poison_rows.add(row)
 
     @precondition(lambda self: not self.injected)
-    @rule(ahead=st.integers(0, 3), on_result=st.booleans(), chosen=st.integers(0, 3))
+    @rule(ahead=st.integers(0, 3), on_result=st.booleans(), chosen=st.integers(0, 19))
     def inject_failure(self, ahead, on_result, chosen):
-        if chosen == 0:  # rarely, as it ends the run
+        if chosen == 7:  # rarely, as it ends the run
             self.injected = True
             self.rig.engine.fail_on_result = on_result
             self.rig.engine.fail_at = self.rig.engine.plans + ahead
@@ -98,6 +136,6 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.rig.executor.shutdown()
 
 
-ExecutorMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None,
+ExecutorMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None,
                                              suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 TestExecutorMachine = ExecutorMachine.TestCase
