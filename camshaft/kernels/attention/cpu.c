@@ -22,13 +22,6 @@
 #define WIDE 2
 #endif
 
-/* Stops gcc from reading a vector again from memory for each of its uses. */
-#if defined(__x86_64__) && defined(__GNUC__)
-#define KEEP_IN_REGISTER(lanes) __asm__("" : "+v"(lanes))
-#else
-#define KEEP_IN_REGISTER(lanes) (void)0
-#endif
-
 typedef struct {
     const void *q;
     long q_token, q_head; /* strides in elements */
@@ -95,21 +88,6 @@ INLINE vint lane_ids(void) {
     return ids;
 }
 
-/* e^x for x <= 88: x = n ln 2 + r, Taylor to r^7 (relative error 2e-8 before rounding); 0 below -87. NaN stays. */
-INLINE vfloat vexp(vfloat x) {
-    const float shift = 0x1.8p23f; /* adding it leaves the nearest whole number in the low mantissa bits */
-    vfloat shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
-    vfloat r = x - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f;
-    vfloat y = r * (1 / 5040.f) + 1 / 720.f;
-    y = y * r + 1 / 120.f;
-    y = y * r + 1 / 24.f;
-    y = y * r + 1 / 6.f;
-    y = y * r + 0.5f;
-    y = y * r + 1.f;
-    y = y * r + 1.f;
-    return (vfloat)(((vint)y + ((vint)shifted << 23)) & ~(vint)(x < -87.f));
-}
-
 /* tanh: where 1 - 2 / (e^2x + 1) would cancel, an odd polynomial fitted at Chebyshev nodes (relative error 2e-8). */
 INLINE vfloat vtanh(vfloat x) {
     vint sign = (vint)x & INT32_MIN;
@@ -119,7 +97,7 @@ INLINE vfloat vtanh(vfloat x) {
     y = y * square + 0.13332782f;
     y = y * square - 0.33333329f;
     vfloat near = a + a * square * y;
-    vfloat far = 1.f - 2.f / (vexp(2.f * pick((vint)(a > 10.f), splat(10.f), a)) + 1.f);
+    vfloat far = 1.f - 2.f / (exp_lanes(2.f * pick((vint)(a > 10.f), splat(10.f), a)) + 1.f);
     return (vfloat)((vint)pick((vint)(a < 0.625f), near, far) | sign);
 }
 
@@ -215,7 +193,7 @@ INLINE void tile(const float *left, long left_row, const float *right, long righ
         vfloat lanes[WIDE];
         for (int w = 0; w < n; w++) {
             lanes[w] = get(right + i * right_row + w * LANES);
-            KEEP_IN_REGISTER(lanes[w]);
+            PIN(lanes[w]);
         }
         for (int r = 0; r < r_count; r++)
             for (int w = 0; w < n; w++) sums[r][w] += splat(left[r * left_row + i]) * lanes[w];
@@ -278,7 +256,7 @@ static void weigh(float *scores, long begin, long end, long from, long to, float
     if (from < to && peak == -INFINITY) peak = 0; /* every score is NaN or -inf: NaN must come through */
     for (long c = begin; c < end; c += LANES) {
         vint seen = (ids >= (int)(from - c)) & (ids < (int)(to - c));
-        vfloat weight = (vfloat)((vint)vexp(get(scores + c) - peak) & seen);
+        vfloat weight = (vfloat)((vint)exp_lanes(get(scores + c) - peak) & seen);
         put(scores + c, weight);
         sum += weight;
     }
@@ -318,7 +296,7 @@ static __attribute__((noinline)) void merge(partial total, partial block, long m
     for (long i = 0; i < m; i++) {
         float old = total.top[i], new = block.top[i], top = old > new ? old : new;
         if (new == -INFINITY) continue;
-        vfloat keep = splat(vexp(splat(old - top))[0]), add = splat(vexp(splat(new - top))[0]);
+        vfloat keep = splat(exp_lanes(splat(old - top))[0]), add = splat(exp_lanes(splat(new - top))[0]);
         float *values = total.values + i * wide;
         for (long d = 0; d < wide; d += LANES)
             put(values + d, get(values + d) * keep + get(block.values + i * wide + d) * add);
