@@ -1,0 +1,269 @@
+"""The native build: where it succeeds, where it does without, and what its kernels promise beyond parity."""
+
+import concurrent.futures
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from camshaft.core.errors import EngineCorruptError
+from camshaft.kernels import native
+from camshaft.kernels.dispatch import bind
+from camshaft.kernels.op import OPS, load_families
+
+load_families("cpu")
+needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def small_source(tmp_path_factory, monkeypatch):
+    """Stands in for the real kernels: one file that compiles in no time."""
+    home = tmp_path_factory.mktemp("sources")
+    source = home / "tiny" / "cpu.c"
+    source.parent.mkdir()
+    source.write_text("int camshaft_answer(void) { return 42; }\n")
+    monkeypatch.setattr(native, "_FOLDER", home)
+    return source
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    path = native.compile_library(tmp_path_factory.mktemp("native"))
+    if path is None:
+        pytest.skip("needs a C compiler")
+    return native.load_library(path)
+
+
+def _script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_every_family_with_c_code_is_compiled():
+    families = [path.parent.name for path in native.source_files()]
+    assert families == sorted(families)
+    assert {"act", "gemm", "norm", "rope"} <= set(families)
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_reused(small_source, tmp_path, monkeypatch):
+    path = native.compile_library(tmp_path / "made")
+    assert native.load_library(path).camshaft_answer() == 42
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    monkeypatch.setattr(native, "_compile", lambda *args: pytest.fail("compiled again"))
+    assert native.compile_library(tmp_path / "made") == path
+
+
+@needs_compiler
+def test_changed_sources_get_another_name(small_source, tmp_path):
+    first = native.compile_library(tmp_path)
+    small_source.write_text("int camshaft_answer(void) { return 43; }\n")
+    second = native.compile_library(tmp_path)
+    assert first != second
+    assert native.load_library(second).camshaft_answer() == 43
+
+
+@needs_compiler
+def test_many_at_once_share_one_folder(small_source, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(native.compile_library, [tmp_path] * 4))
+    assert len(set(paths)) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == [paths[0].name]
+
+
+def test_cc_none_does_without(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "none")
+    assert native.find_compiler() is None
+    assert native.compile_library(tmp_path / "untouched") is None
+    assert not (tmp_path / "untouched").exists()
+
+
+def test_no_compiler_on_the_path(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.find_compiler() is None
+
+
+def test_an_unknown_cc_is_named(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with caplog.at_level(logging.WARNING, "camshaft"):
+        assert native.compile_library(tmp_path) is None
+    assert "no-such-compiler" in caplog.text
+
+
+@needs_compiler
+def test_cc_may_carry_flags(small_source, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", f"{native.find_compiler()} -g0")
+    assert native.compile_library(tmp_path) is not None
+
+
+def test_a_failing_compiler_leaves_nothing_and_its_words_are_logged(small_source, monkeypatch, tmp_path, caplog):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CC", _script(tmp_path / "bad-cc", '[ "$1" = --version ] && exit 0\necho no luck >&2; exit 3'))
+    with caplog.at_level(logging.WARNING, "camshaft"):
+        assert native.compile_library(folder) is None
+    assert "exited with 3: no luck" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_reported(small_source, tmp_path, caplog):
+    small_source.write_text("int camshaft_answer(void) { return; }}\n")
+    with caplog.at_level(logging.WARNING, "camshaft"):
+        assert native.compile_library(tmp_path) is None
+    assert "cpu.c" in caplog.text
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_made_falls_back(small_source, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "camshaft"):
+        assert native.compile_library(tmp_path / "file" / "cache") is None
+    assert "fall back to torch" in caplog.text
+
+
+@needs_compiler
+def test_a_full_disk_falls_back(small_source, tmp_path, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
+    with caplog.at_level(logging.WARNING, "camshaft"):
+        assert native.compile_library(tmp_path) is None
+    assert "No space left" in caplog.text
+
+
+@needs_compiler
+def test_a_damaged_library_is_refused(small_source, tmp_path, caplog):
+    path = native.compile_library(tmp_path)
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(EngineCorruptError, match="Build the engine again"):
+        native.load_library(damaged)
+    with pytest.raises(EngineCorruptError, match="native library"):
+        native.load_library(tmp_path / "missing.so")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_torch_and_the_kernels_share_one_openmp_runtime(library):
+    x = torch.randn(64, 512)
+    bind(OPS.get("linear"), "native", library)(x, torch.randn(512, 512), None)
+    torch.mm(x, x.t())
+    runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+                if any(name in line for name in ("libgomp", "libomp", "libiomp"))}
+    assert len(runtimes) == 1, runtimes
+
+
+def test_kernels_use_no_more_threads_than_torch_is_given(library):
+    code = ("import sys, threading, os, torch; from pathlib import Path\n"
+            "from camshaft.kernels import native; from camshaft.kernels.dispatch import bind\n"
+            "from camshaft.kernels.op import OPS, load_families\n"
+            "load_families('cpu'); torch.set_num_threads(1)\n"
+            "linear = bind(OPS.get('linear'), 'native', native.load_library(Path(sys.argv[1])))\n"
+            "before = len(os.listdir('/proc/self/task'))\n"
+            "linear(torch.randn(64, 512), torch.randn(512, 512), None)\n"
+            "assert len(os.listdir('/proc/self/task')) == before\n")
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads /proc")
+    subprocess.run([sys.executable, "-c", code, library._name], check=True, timeout=120,
+                   env={**os.environ, "OMP_NUM_THREADS": "4"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(37, 100), (130, 576), (9, 33)])
+def test_a_row_of_linear_does_not_depend_on_its_batch(library, dtype, shape):
+    rows, depth = shape
+    linear = bind(OPS.get("linear"), "native", library)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(140, depth, generator=generator).to(dtype)
+    weight, bias = torch.randn(rows, depth, generator=generator).to(dtype), torch.randn(rows).to(dtype)
+    alone = torch.cat([linear(x[i:i + 1], weight, bias) for i in range(len(x))])
+    for tokens in (2, 3, 4, 5, 7, 8, 16, 33, 140):
+        assert torch.equal(linear(x[:tokens], weight, bias), alone[:tokens]), tokens
+        assert torch.equal(linear(x[-tokens:], weight, bias), alone[-tokens:]), tokens
+
+
+def test_results_do_not_depend_on_the_number_of_threads(library):
+    generator = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(50, 96, generator=generator), torch.randn(333, 96, generator=generator)
+    linear = bind(OPS.get("linear"), "native", library)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = linear(x, weight, None)
+        torch.set_num_threads(3)
+        assert torch.equal(linear(x, weight, None), single)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_linear_without_depth_is_its_bias(library):
+    linear = bind(OPS.get("linear"), "native", library)
+    bias = torch.tensor([1.0, -2.0, 3.0])
+    assert torch.equal(linear(torch.empty(2, 0), torch.empty(3, 0), bias), bias.expand(2, 3))
+    assert linear(torch.ones(2, 4), torch.empty(0, 4), None).shape == (2, 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_values_stay_visible(library, bad):
+    x = torch.ones(2, 40)
+    x[1, 35] = bad
+    for name, args in (("linear", (x, torch.ones(8, 40), None)), ("rms_norm", (x, torch.ones(40), 1e-5)),
+                       ("layer_norm", (x, torch.ones(40), None, 1e-5)), ("silu_mul", (x,)),
+                       ("gelu_mul", (x, "none")), ("gelu_mul", (x, "tanh"))):
+        found = bind(OPS.get(name), "native", library)(*args)
+        assert found[0].isfinite().all(), name
+        assert not found[1].isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_value_survives_widening_and_rounding(library, dtype):
+    bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    values = bits.view(dtype)
+    finite = values.isfinite()
+    linear = bind(OPS.get("linear"), "native", library)
+    found = linear(torch.ones(1, 1, dtype=dtype), values[:, None].contiguous(), None)[0]
+    assert torch.equal(found[finite].abs(), values[finite].abs())
+    assert torch.equal(found[values.isinf()], values[values.isinf()])
+    assert found[values.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_to_16_bits_is_to_nearest_even_as_in_torch(library, dtype):
+    generator = torch.Generator().manual_seed(5)
+    coarse = torch.randn(4096, generator=generator) * 10.0 ** torch.randint(-7, 5, (4096,), generator=generator)
+    gate_up = torch.stack((coarse, torch.randn(4096, generator=generator)), dim=1).to(dtype)
+    add_rms_norm = bind(OPS.get("add_rms_norm"), "native", library)
+    total = add_rms_norm(gate_up, gate_up.flip(1), torch.ones(2, dtype=dtype), 1.0)[1]
+    assert torch.equal(total, (gate_up.float() + gate_up.flip(1).float()).to(dtype))
+
+
+def test_kernels_run_from_any_thread(library):
+    linear = bind(OPS.get("linear"), "native", library)
+    x, weight = torch.randn(3, 64), torch.randn(4096, 64)
+    wanted, found = linear(x, weight, None), []
+    thread = threading.Thread(target=lambda: found.append(linear(x, weight, None)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
+def test_rope_table_is_the_one_transformers_makes(library):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=1, head_dim=64, max_position_embeddings=131072)
+    rotary = LlamaRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 2, 511, 8191, 131071])
+    cos, sin = rotary(torch.empty(1, dtype=torch.float32), positions[None])
+    wanted = torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1)
+    args = (positions, rotary.inv_freq, float(rotary.attention_scaling))
+    assert torch.equal(OPS.get("rope_cos_sin").spec.reference(*args), wanted)
+    found = bind(OPS.get("rope_cos_sin"), "native", library)(*args)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1.2e-7)
