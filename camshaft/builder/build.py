@@ -27,6 +27,7 @@ from camshaft.core.log import progress
 from camshaft.engine.artifact import Engine, EngineParts, EngineWriter, is_engine_folder
 from camshaft.engine.manifest import DeviceRequirement
 from camshaft.frontend.checkpoint import Checkpoint, open_checkpoint
+from camshaft.frontend.default_model import default_model
 from camshaft.frontend.hub import resolve_model
 from camshaft.frontend.load import program_from_checkpoint
 from camshaft.ir.program import Program
@@ -38,9 +39,11 @@ from camshaft.passes.pipeline import run_passes, select_passes
 _SAMPLE_BYTES, _NUM_SAMPLES = 16 << 10, 64
 
 
-def build(model: str | Path, cfg: BuildConfig | None = None, *, output: Path | None = None,
+def build(model: str | Path | None, cfg: BuildConfig | None = None, *, output: Path | None = None,
           show_progress: bool = False, allow_pointers: bool = False) -> Engine:
-    """Build the engine of ``model`` (folder, ``.gguf`` file or hub id): a folder at ``output``, or in memory.
+    """Build the engine of ``model``: a folder at ``output``, or in memory.
+
+    ``model`` is a folder, a ``.gguf`` file, a hub id, or None for the default model.
 
     Tensors are read one at a time. ``allow_pointers`` lets unchanged ones stay in the checkpoint's files, for
     cache engines; otherwise the folder needs nothing but itself. Raises UserError for settings or models that

@@ -12,15 +12,16 @@ from camshaft.config.build import BuildConfig
 
 
 @with_options(Build=BuildConfig)
-def build(model: Annotated[str, typer.Argument(help="Folder, .gguf file or hub id.")],
-          output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
+def build(output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
+          model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; "
+                                                           "default: SmolLM2-135M-Instruct.")] = None,
           revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
           **given: Any) -> None:
     """Build an engine folder that needs nothing but itself."""
     from camshaft.builder.build import build as build_engine
     from camshaft.frontend.hub import resolve_model
 
-    path = resolve_model(model, revision=revision, show_progress=True)
+    path = None if model is None else resolve_model(model, revision=revision, show_progress=True)
     engine = build_engine(path, pick(BuildConfig, given), output=output, show_progress=True)
     size = sum(file.stat().st_size for file in output.iterdir())
     typer.echo(f"Engine in {output}: {len(engine.manifest.tensors)} tensors, {size / 1e6:.1f} MB. "
