@@ -10,9 +10,10 @@ from camshaft.core.errors import UserError
 VARIABLES = {
     "CAMSHAFT_CACHE_DIR": "Folder of cached engines and downloads; default: ~/.cache/camshaft.",
     "CAMSHAFT_CACHE_MAX_BYTES": "Most bytes of cached engines kept on disk; default: 50 GB.",
+    "CAMSHAFT_CC": "C compiler of the CPU kernels; none: do without, torch does the work.",
     "CAMSHAFT_LOG": "Log level: debug, info, warning or error; default: warning.",
     "CAMSHAFT_NUM_THREADS": "CPU threads of kernels; default: the cores this process may use.",
-    "CC": "C compiler of the CPU kernels; default: cc, gcc or clang, whichever is found. Set to none to do without.",
+    "CC": "C compiler, where CAMSHAFT_CC names none; default: cc, gcc or clang, whichever is found.",
     "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub, use what is cached.",
     "HF_TOKEN": "Access token of the Hugging Face hub.",
     "XDG_CACHE_HOME": "Folder of all caches; CAMSHAFT_CACHE_DIR goes before it.",

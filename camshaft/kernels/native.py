@@ -52,14 +52,14 @@ def source_files() -> tuple[Path, ...]:
 
 def find_compiler() -> str | None:
     """The C compiler command: ``CC`` ("none" does without), else the first of cc, gcc, clang on PATH; None without."""
-    chosen = env.read("CC")
+    chosen = env.read("CAMSHAFT_CC") or env.read("CC")
     if chosen is None:
         return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if chosen.strip().lower() == "none":
         return None
     words = shlex.split(chosen)
     if not words or shutil.which(words[0]) is None:
-        logger.warning("CC=%s is not a command on PATH; CPU kernels fall back to torch", chosen)
+        logger.warning("the C compiler %s is not a command on PATH; CPU kernels fall back to torch", chosen)
         return None
     return chosen
 

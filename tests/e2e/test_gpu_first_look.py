@@ -53,7 +53,7 @@ def run(engine, device):
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def engine(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", "none")
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
     model = write_tiny_llama(tmp_path / "model", seed=7)
     build(model, BuildConfig(dtype=request.param), output=tmp_path / "engine")
     return Engine.load(tmp_path / "engine")

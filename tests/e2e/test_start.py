@@ -56,7 +56,7 @@ def tmpfs(tmp_path):
 
 
 def test_without_a_c_compiler_torch_does_the_work(tiny_llama, expected, tmp_path):
-    found, err = finish(start(tiny_llama, CC="none", CAMSHAFT_CACHE_DIR=str(tmp_path)))
+    found, err = finish(start(tiny_llama, CAMSHAFT_CC="none", CAMSHAFT_CACHE_DIR=str(tmp_path)))
     assert found["tokens"] == expected
     manifest = json.loads((Path(found["engine"]) / "engine.json").read_text())["manifest"]
     assert manifest["native"] is None

@@ -78,20 +78,20 @@ def test_many_at_once_share_one_folder(small_source, tmp_path):
 
 
 def test_cc_none_does_without(monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", "none")
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
     assert native.find_compiler() is None
     assert native.compile_library(tmp_path / "untouched") is None
     assert not (tmp_path / "untouched").exists()
 
 
 def test_no_compiler_on_the_path(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CAMSHAFT_CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert native.find_compiler() is None
 
 
 def test_an_unknown_cc_is_named(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    monkeypatch.setenv("CAMSHAFT_CC", "no-such-compiler -m64")
     with caplog.at_level(logging.WARNING, "camshaft"):
         assert native.compile_library(tmp_path) is None
     assert "no-such-compiler" in caplog.text
@@ -99,13 +99,13 @@ def test_an_unknown_cc_is_named(monkeypatch, tmp_path, caplog):
 
 @needs_compiler
 def test_cc_may_carry_flags(small_source, monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", f"{native.find_compiler()} -g0")
+    monkeypatch.setenv("CAMSHAFT_CC", f"{native.find_compiler()} -g0")
     assert native.compile_library(tmp_path) is not None
 
 
 def test_a_failing_compiler_leaves_nothing_and_its_words_are_logged(small_source, monkeypatch, tmp_path, caplog):
     folder = tmp_path / "cache"
-    monkeypatch.setenv("CC", _script(tmp_path / "bad-cc", '[ "$1" = --version ] && exit 0\necho no luck >&2; exit 3'))
+    monkeypatch.setenv("CAMSHAFT_CC", _script(tmp_path / "bad-cc", '[ "$1" = --version ] && exit 0\necho no luck >&2; exit 3'))
     with caplog.at_level(logging.WARNING, "camshaft"):
         assert native.compile_library(folder) is None
     assert "exited with 3: no luck" in caplog.text

@@ -27,13 +27,13 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     """Builds here are about the recipe: without a compiler they take a tenth of the time."""
-    monkeypatch.setenv("CC", "none")
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
 
 
 @pytest.fixture(scope="module")
 def in_memory(model):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", "none")
+        patch.setenv("CAMSHAFT_CC", "none")
         return build(model, CFG)
 
 

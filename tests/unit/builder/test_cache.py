@@ -40,7 +40,7 @@ def model(pristine, tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
-    monkeypatch.setenv("CC", "none")
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
 
 
 @pytest.fixture(autouse=True)

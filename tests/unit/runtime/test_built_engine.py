@@ -28,7 +28,7 @@ def engine(checkpoint, tmp_path_factory):
     """Built without a C compiler: the native kernels have their own parity test and the end-to-end tests."""
     folder = tmp_path_factory.mktemp("built") / "engine"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "CC", "none")
+        patch.setitem(os.environ, "CAMSHAFT_CC", "none")
         build(checkpoint, BuildConfig(device="cpu", max_batch_size=4, max_num_tokens=64, max_seq_len=64), output=folder)
     return Engine.load(folder)
 
@@ -71,7 +71,7 @@ def test_batched_and_paged_equals_the_dense_definition(engine, dense):
 
 
 def test_the_engine_in_memory_holds_the_same_graph_and_weights(checkpoint, engine, monkeypatch):
-    monkeypatch.setenv("CC", "none")
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
     memory = build(checkpoint, BuildConfig(device="cpu", max_batch_size=4, max_num_tokens=64, max_seq_len=64))
     assert memory.folder is None
     assert memory.graph_text == engine.graph_text
