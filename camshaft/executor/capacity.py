@@ -120,7 +120,7 @@ class CapacityScheduler(abc.ABC):
     def _is_refused(self, request: GenerationRequest, running: RequestTable) -> bool:
         """Whether nothing changed that could turn the last refusal around: saves a match of the prompt each step."""
         refusal = self._refusal
-        return (refusal is not None and refusal.id == request.id and running.num_used > 0
+        return (refusal is not None and refusal.id == request.id
                 and refusal.num_context_landings == running.num_context_landings
                 and self.slack_pages(running) <= refusal.slack_pages)
 

@@ -141,6 +141,19 @@ def test_a_refused_head_is_not_matched_again_while_nothing_changes():
     assert len(matched) == 1
 
 
+def test_a_refused_head_enters_as_soon_as_one_of_several_ends(depth):
+    rig = rig_of(depth=depth, num_pages=7)
+    rig.add([1] * 4, 3)
+    rig.add([2] * 4, 13)
+    head = rig.add([3] * 4, 5)
+    while not rig.told[1].finals:
+        rig.executor.step()
+    step(rig, 2 + depth)
+    assert rig.told[head].token_ids
+    assert not rig.told[2].finals
+    finish(rig)
+
+
 def test_a_policy_is_a_class_under_a_name(monkeypatch):
     class OneAtATime(CapacityScheduler):
         def has_room(self, demand, running):

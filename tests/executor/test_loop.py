@@ -229,6 +229,39 @@ def test_a_failing_step_ends_every_request_with_the_cause(depth, step, on_result
     rig.executor.shutdown()
 
 
+def test_who_was_cancelled_in_the_failing_turn_hears_that_only(depth):
+    rig = rig_of(depth=depth)
+    gone, left = rig.add([1], 20), rig.add([2], 20)
+    rig.executor.step()
+    rig.executor.abort(gone)
+    rig.engine.fail_at = 1
+    rig.run()
+    assert (rig.told[gone].end, rig.told[left].end) == ("cancelled", "EngineDeadError")
+    rig.check_told()
+    rig.check_drained()
+
+
+@pytest.mark.parametrize("abort_after", [None, 7])
+def test_only_tokens_that_are_known_enter_the_prefix_cache(depth, abort_after):
+    rig = rig_of(depth=depth, chunk=3, page_size=1)
+    commit, committed = rig.kv.commit, []
+
+    def checked(request_id, tokens, num_computed):
+        truth = [*rig.requests[request_id].prompt_token_ids.tolist(), *rig.expected(request_id)[0]]
+        assert tokens[:num_computed].tolist() == truth[:num_computed]
+        committed.append(num_computed)
+        commit(request_id, tokens, num_computed)
+
+    rig.kv.commit = checked
+    requests = [rig.add([start] * 5, 9, stop=[3, 4]) for start in range(3)]
+    for _ in range(abort_after or 0):
+        rig.executor.step()
+    for request in requests if abort_after else ():
+        rig.executor.abort(request)
+    finish(rig)
+    assert max(committed) > 5
+
+
 def test_a_failing_sink_stops_the_executor_and_gives_pages_back(depth):
     rig = rig_of(depth=depth)
 

@@ -55,8 +55,9 @@ class ExecutorMachine(RuleBasedStateMachine):
     def make(self, depth, batch, extra, chunk, tokens, page_size, reuse):
         scheduler = SchedulerConfig(max_batch_size=batch, max_num_tokens=batch + extra, context_chunk_tokens=chunk,
                                     overlap_depth=depth, max_waiting=MAX_WAITING)
-        self.rig = ExecutorRig(RigConfig(num_pages=1 + tokens // page_size, page_size=page_size, max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB,
-                                         block_reuse=reuse[0], partial_reuse=reuse[1], scheduler=scheduler))
+        self.rig = ExecutorRig(RigConfig(
+            num_pages=1 + tokens // page_size, page_size=page_size, max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB,
+            block_reuse=reuse[0], partial_reuse=reuse[1], scheduler=scheduler))
         self.num_poisons = 0
         self.injected = False
 
