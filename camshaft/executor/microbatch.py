@@ -27,8 +27,8 @@ from camshaft.executor.table import CONTEXT, DRAINING, GENERATION, RequestTable
 from camshaft.runtime.step import BoolArray, Int32Array, PageUpdates, RowArrival, StepOutput, StepPlan
 
 _PAGES_AT_ONCE = 4
-"""A generating row takes its pages a few at a time: a call to the cache costs as much as the rest of the row's
-step. They come out of what it was promised, so nobody is kept out by them."""
+"""A generating row takes its pages a few at a time: asking for one costs several times the row's share of a
+step. They come out of what the row was promised, so they keep nobody out."""
 _NONE = np.zeros(0, np.int32)
 _NO_UPDATES = PageUpdates(rows=_NONE, columns=_NONE, pages=_NONE, copy_from=_NONE, copy_to=_NONE)
 
