@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 NUM_NEW = 64
 ENGLISH = ("The camshaft opens and closes the valves of an engine in time with its pistons. In most engines it is "
            "driven by the crankshaft through a chain, a belt or a pair of gears, and turns at half its speed. ")
-CODE = "def fibonacci(n: int) -> int:\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n"
+CODE = "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n"
 CHINESE = "今天天气很好，我们一起去公园散步，看见了许多美丽的花。"
 JAPANESE = "エンジンのカムシャフトは、バルブを正しいタイミングで開閉します。"
 EMOJI = "The weather 🌦️ is great 👍🏽 today! 🚗💨 👨‍👩‍👧‍👦 "
@@ -45,8 +45,8 @@ def reference(smollm2_gguf):
 def prompts(tokenizer):
     """Twenty prompts of 1 to about 2,000 tokens."""
     texts = ["A", "Hello", "The capital of France is", "Once upon a time", "1, 2, 3, 4,", "import os\n", CHINESE,
-             JAPANESE, EMOJI, CODE, ENGLISH, "Q: What is 2 + 2?\nA:", "I'm sure you don't know what it's", CODE * 3, CHINESE * 4,
-             EMOJI * 5, JAPANESE * 6 + CODE, ENGLISH * 8, ENGLISH * 16 + CHINESE]
+             JAPANESE, EMOJI, CODE, ENGLISH, "Q: What is 2 + 2?\nA:", "I'm sure you don't know what it's",
+             CODE * 3, CHINESE * 4, EMOJI * 5, JAPANESE * 6 + CODE, ENGLISH * 8, ENGLISH * 16 + CHINESE]
     drawn = [tokenizer.encode(text) for text in texts]
     drawn[0] = drawn[0][:1]
     return [*drawn, tokenizer.encode((ENGLISH + CODE + EMOJI) * 20)[:2000]]
