@@ -129,7 +129,7 @@ class MicroBatchScheduler:
         self.waiting.clear()
         table = self.table
         table.in_flight[:] = 0
-        table.shares[:] = False  # what the failed step left in the pages is unknown
+        table.shares[:] = False  # nothing will be reused, and the cache may be what failed
         for request_id in table.live_ids():
             row = table.row_of(request_id)
             if row is not None:
@@ -263,7 +263,6 @@ class MicroBatchScheduler:
 
     def _fail_row(self, row: int) -> Increment:
         table = self.table
-        table.shares[row] = False
         increment = output.non_finite(table.ids[row], int(table.num_outputs[row]))
         self.counters.num_failed += 1
         self._end(row, release=False)

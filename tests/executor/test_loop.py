@@ -209,17 +209,6 @@ def test_a_row_with_non_finite_logits_ends_alone_and_leaves_no_pages(depth):
     assert rig.told[again].num_cached_tokens == 0
 
 
-def test_the_begun_page_of_a_row_with_non_finite_logits_is_not_shared(depth):
-    rig = rig_of(depth=depth, chunk=6)
-    bad = rig.add([1] * 8, 8)
-    rig.engine.poison_rows = {0}
-    rig.run()
-    again = rig.add([1] * 8, 2)
-    finish(rig)
-    assert rig.told[bad].end == "NonFiniteLogitsError"
-    assert rig.told[again].num_cached_tokens == 4, "the page that was full before, and nothing of the next"
-
-
 @pytest.mark.parametrize("on_result", [False, True])
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_failing_step_ends_every_request_with_the_cause(depth, step, on_result):
