@@ -50,7 +50,7 @@ def build(model: str | Path | None, cfg: BuildConfig | None = None, *, output: P
     cannot be built, OSError where the disk refuses.
     """
     asked = cfg or BuildConfig()
-    path = resolve_model(model, show_progress=show_progress)
+    path = default_model(show_progress).path if model is None else resolve_model(model, show_progress=show_progress)
     if is_engine_folder(path):
         raise UserError("model", str(path), "a checkpoint to build from; this is a built engine", "Run it as it is")
     checkpoint = open_checkpoint(path)

@@ -11,7 +11,7 @@ from camshaft.cli.options import pick, with_options
 from camshaft.config.build import BuildConfig
 
 
-@with_options(Build=BuildConfig)
+@with_options(BuildConfig)
 def build(output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
           model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; "
                                                            "default: SmolLM2-135M-Instruct.")] = None,

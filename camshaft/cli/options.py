@@ -6,6 +6,7 @@ Owns the mapping field ↔ flag; the commands own what they do.
 from __future__ import annotations
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -24,40 +25,48 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parameter(field: FieldDoc, panel: str) -> inspect.Parameter:
-    kind, flags = field.type, [_flag(field.name)]
+def _parameter(field: FieldDoc, prefix: str, panel: str) -> inspect.Parameter:
+    kind, flags = field.type, [_flag(prefix + field.name)]
     if isinstance(kind, types.UnionType):
         members = [member for member in typing.get_args(kind) if member is not type(None)]
         kind = tuple[str, ...] if tuple[str, ...] in members else members[0]
     if typing.get_origin(kind) is tuple:
         kind = list[typing.get_args(kind)[0]]  # type: ignore[misc]
     elif kind is bool:
-        flags = [f"{_flag(field.name)}/--no-{field.name.replace('_', '-')}"]
-    shown = "" if field.default in (None, ()) else f" [default: {field.default}]"
+        flags = [f"{flags[0]}/{_flag('no_' + prefix + field.name)}"]
+    shown = "" if field.default in (None, ()) else f" (default: {field.default})"
     option = typer.Option(*flags, help=field.doc + shown, rich_help_panel=panel, show_default=False)
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
+    return inspect.Parameter(prefix + field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
                              annotation=Annotated[kind | None, option])
 
 
-def with_options(**panels: type) -> Callable[[F], F]:
+def _title(config: type) -> str:
+    """A help panel's title: the config's name in words, without "Config" or "Fields"."""
+    words = re.findall("[A-Z][a-z]+", config.__name__)
+    return " ".join(word for word in words if word not in ("Config", "Fields"))
+
+
+def with_options(*plain: type, **prefixed: type) -> Callable[[F], F]:
     """Decorate a command: its ``**given`` grows one option a field of each config class.
 
-    ``panels`` maps a help-panel title to its config class; field names must differ between them.
-    Options that were not typed stay out of ``given``.
+    ``plain`` classes give options named as their fields; ``prefixed`` ones have their keyword and an underscore
+    in front. Options that were not typed stay out of ``given``.
     """
+    panels = [("", config) for config in plain] + [(f"{word}_", config) for word, config in prefixed.items()]
 
     def decorate(command: F) -> F:
-        extra = [_parameter(field, title.replace("_", " "))
-                 for title, config in panels.items() for field in field_docs(config)]
+        extra = [_parameter(field, prefix, _title(config)) for prefix, config in panels
+                 for field in field_docs(config)]
 
         def run(**arguments: Any) -> None:
             names = {parameter.name for parameter in extra}
             typed = {name: value for name, value in arguments.items() if name not in names or value not in (None, [])}
             command(**typed)
 
-        own = [parameter for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+               for parameter in inspect.signature(command, eval_str=True).parameters.values()
                if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-        signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + extra)
+        signature = inspect.Signature(own + extra)
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -66,8 +75,11 @@ def with_options(**panels: type) -> Callable[[F], F]:
     return decorate
 
 
-def pick(config: type[C], given: Mapping[str, Any]) -> C:
+def typed_fields(config: type, given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Those options in ``given`` that are fields of ``config``, without their prefix."""
+    return {field.name: given[prefix + field.name] for field in field_docs(config) if prefix + field.name in given}
+
+
+def pick(config: type[C], given: Mapping[str, Any], prefix: str = "") -> C:
     """The config made of those options in ``given`` that are its fields."""
-    names = {field.name for field in field_docs(config)}  # type: ignore[arg-type]
-    return config_from(config, {name: value for name, value in given.items() if name in names},
-                       where=config.__name__)
+    return config_from(config, typed_fields(config, given, prefix), where=config.__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from camshaft.cli.options import pick, with_options
+from camshaft.cli.options import pick, typed_fields, with_options
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.config.sampling import SamplingFields, SamplingParams
@@ -23,11 +23,11 @@ DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 DEFAULT_MAX_TOKENS = 128
 
 
-@with_options(Sampling=SamplingFields, Build=BuildConfig, KV_cache=KvCacheConfig, Scheduler=SchedulerConfig)
+@with_options(SamplingFields, BuildConfig, kv=KvCacheConfig, scheduler=SchedulerConfig)
 def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, engine folder or hub id; "
                                                          "default: SmolLM2-135M-Instruct.")] = None,
         prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to say; - reads standard input. "
-                                                   f"[default: {DEFAULT_PROMPT}]")] = None,
+                                                   f"(default: {DEFAULT_PROMPT})")] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat "
                                                         "template.")] = False,
         revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
@@ -35,9 +35,9 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
         **given: Any) -> None:
     """Answer one prompt, token by token."""
     text = _prompt_text(prompt)
-    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | _sampling(given))
+    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | typed_fields(SamplingFields, given))
     build = pick(BuildConfig, given)
-    kv_cache, scheduler = pick(KvCacheConfig, given), pick(SchedulerConfig, given)
+    kv_cache, scheduler = pick(KvCacheConfig, given, "kv_"), pick(SchedulerConfig, given, "scheduler_")
     if model is None:
         typer.echo("No model given: using the default, SmolLM2-135M-Instruct (Apache-2.0).", err=True)
     from camshaft.api.llm import LLM
@@ -47,11 +47,6 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
              show_progress=True) as llm:
         typer.echo(llm.summary, err=True)
         _answer(llm, text, params, raw=raw, started=started)
-
-
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    names = SamplingFields.__dataclass_fields__
-    return {name: value for name, value in given.items() if name in names}
 
 
 def _prompt_text(prompt: str | None) -> str:

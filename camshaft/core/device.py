@@ -58,7 +58,7 @@ def probe_cuda() -> DeviceSpec:
     from camshaft.core.errors import UserError
 
     if not torch.cuda.is_available():
-        raise UserError("device", "cuda", "a CUDA device that torch can see", "Use device='cpu', or install a CUDA torch")
+        raise UserError("device", "cuda", "a CUDA device that torch can see", "Use device='cpu', or a torch for CUDA")
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
     return DeviceSpec(kind="cuda", name=facts.name, features=(f"sm_{facts.major}{facts.minor}",),
                       num_threads=facts.multi_processor_count, memory_bytes=facts.total_memory)
