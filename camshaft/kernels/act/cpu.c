@@ -43,14 +43,21 @@ INLINE void row_of(const void *gate, const void *up, void *out, long size, int f
 }
 
 /* gate_up: [rows, 2 * size], row stride in elements; out: [rows, size], contiguous. */
-void camshaft_gated(const void *gate_up, long stride, void *out, long rows, long size, int form, int kind,
-                    int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > MIN_PARALLEL_VALUES)
-    for (long r = 0; r < rows; r++) {
-        const void *gate = at(gate_up, r * stride, kind), *up = at(gate, size, kind);
-        void *to = at_mut(out, r * size, kind);
-        if (form == SILU) row_of(gate, up, to, size, SILU, kind);
-        else if (form == GELU_TANH) row_of(gate, up, to, size, GELU_TANH, kind);
-        else row_of(gate, up, to, size, GELU, kind);
+typedef struct {
+    const void *gate_up;
+    void *out;
+    long stride, rows, size;
+    int form, kind, threads;
+} call;
+
+int camshaft_gated(const call *c) {
+#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->rows * c->size > MIN_PARALLEL_VALUES)
+    for (long r = 0; r < c->rows; r++) {
+        const void *gate = at(c->gate_up, r * c->stride, c->kind), *up = at(gate, c->size, c->kind);
+        void *to = at_mut(c->out, r * c->size, c->kind);
+        if (c->form == SILU) row_of(gate, up, to, c->size, SILU, c->kind);
+        else if (c->form == GELU_TANH) row_of(gate, up, to, c->size, GELU_TANH, c->kind);
+        else row_of(gate, up, to, c->size, GELU, c->kind);
     }
+    return 0;
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from camshaft.kernels.act.ref import gelu_mul_op, silu_mul_op
-from camshaft.kernels.native import KINDS, same_kind
+from camshaft.kernels.native import KINDS, entry, same_kind
 from camshaft.kernels.op import OpCall
 
 _SILU, _GELU_TANH, _GELU = range(3)
@@ -17,11 +17,8 @@ _GELU_FORMS = {"none": _GELU, "tanh": _GELU_TANH}
 
 
 def _bind(library: ctypes.CDLL) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    run = library.camshaft_gated
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, address, number, number, kind, kind, kind)
-    run.restype = None
-    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+    run, pack = entry(library, "camshaft_gated", "PPllliii")
+    kinds, num_threads = KINDS, torch.get_num_threads
 
     def gated(gate_up: torch.Tensor, form: int) -> torch.Tensor:
         shape, strides = gate_up.shape, gate_up.stride()
@@ -31,8 +28,8 @@ def _bind(library: ctypes.CDLL) -> Callable[[torch.Tensor, int], torch.Tensor]:
             gate_up = gate_up.contiguous()
             rows, stride = gate_up.numel() // max(shape[-1], 1), shape[-1]
         size = shape[-1] // 2
-        out = empty((*shape[:-1], size), dtype=gate_up.dtype)
-        run(gate_up.data_ptr(), stride, out.data_ptr(), rows, size, form, kinds[gate_up.dtype], num_threads())
+        out = gate_up.new_empty(*shape[:-1], size)
+        run(pack(gate_up.data_ptr(), out.data_ptr(), stride, rows, size, form, kinds[gate_up.dtype], num_threads()))
         return out
 
     return gated

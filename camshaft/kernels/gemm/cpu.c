@@ -21,11 +21,12 @@
 #define TILE_BYTES (192 * 1024)
 #define MIN_PARALLEL_PRODUCTS 32768
 
+/* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. bias may be null. */
 typedef struct {
     const void *x, *weight, *bias;
     void *y;
     long tokens, rows, depth, x_stride, weight_stride;
-    int kind;
+    int kind, threads;
 } Product;
 
 /* Stores four outputs `step` elements apart in y, of which `count` exist. */
@@ -177,18 +178,16 @@ static int share(const Product *p, long first, long last) {
     return 0;
 }
 
-/* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. Returns 1 without memory. */
-int camshaft_linear(const void *x, const void *weight, const void *bias, void *y, long tokens, long rows, long depth,
-                    long x_stride, long weight_stride, int kind, int threads) {
-    const Product p = {x, weight, bias, y, tokens, rows, depth, x_stride, weight_stride, kind};
+/* Returns 1 without memory. */
+int camshaft_linear(const Product *p) {
     int failed = 0;
-    if (tokens == 0 || rows == 0) return 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed) if (tokens * rows * depth > MIN_PARALLEL_PRODUCTS)
+    if (p->tokens == 0 || p->rows == 0) return 0;
+#pragma omp parallel num_threads(p->threads) reduction(| : failed) \
+    if (p->tokens * p->rows * p->depth > MIN_PARALLEL_PRODUCTS)
     {
-        long count = omp_get_num_threads(), index = omp_get_thread_num(), bands = (rows + ROWS - 1) / ROWS;
+        long count = omp_get_num_threads(), index = omp_get_thread_num(), bands = (p->rows + ROWS - 1) / ROWS;
         long first = bands * index / count * ROWS, last = bands * (index + 1) / count * ROWS;
-        if (last > rows) last = rows;
-        failed |= share(&p, first, last);
+        failed |= share(p, first, last < p->rows ? last : p->rows);
     }
     return failed;
 }

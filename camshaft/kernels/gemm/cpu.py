@@ -14,7 +14,7 @@ import torch
 from camshaft.core.device import probe_cpu
 from camshaft.kernels.gemm.ref import linear as torch_linear
 from camshaft.kernels.gemm.ref import linear_op
-from camshaft.kernels.native import KINDS, same_kind
+from camshaft.kernels.native import KINDS, entry, same_kind
 
 _BF16_UNITS = {"avx512_bf16", "amx_tile", "bf16"}
 _UNITS_WIN_FROM_TOKENS = 16
@@ -24,11 +24,8 @@ _UNITS_WIN_FROM_TOKENS = 16
 @linear_op.impl("native", device="cpu", native=True, supports=same_kind, rank=10)
 def native_linear(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """Bind ``camshaft_linear``. The result raises MemoryError where scratch memory cannot be had."""
-    run = library.camshaft_linear
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, address, address, address, number, number, number, number, number, kind, kind)
-    run.restype = kind
-    kinds, empty, num_threads, bfloat16 = KINDS, torch.empty, torch.get_num_threads, torch.bfloat16
+    run, pack = entry(library, "camshaft_linear", "PPPPlllllii")
+    kinds, num_threads, bfloat16 = KINDS, torch.get_num_threads, torch.bfloat16
     units_from = _UNITS_WIN_FROM_TOKENS if _BF16_UNITS & set(probe_cpu().features) else None
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -42,9 +39,9 @@ def native_linear(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
         if x_lane != 1 or weight_lane != 1:
             x, weight = x.contiguous(), weight.contiguous()
             x_row = weight_row = depth
-        y = empty((tokens, rows), dtype=dtype)
-        if run(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), tokens, rows,
-               depth, x_row, weight_row, kinds[dtype], num_threads()):
+        y = x.new_empty(tokens, rows)
+        if run(pack(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), tokens, rows,
+                    depth, x_row, weight_row, kinds[dtype], num_threads())):
             raise MemoryError("linear: no memory for scratch space")
         return y
 

@@ -85,16 +85,24 @@ INLINE void norm(line l, int centre, int kind) {
 
 /* x, residual (or null): [outer, inner, size], lanes contiguous, strides in elements; out and total: contiguous.
  * `centre`: layer norm, else RMS norm. */
-void camshaft_norm(const void *x, long x_outer, long x_inner, const void *residual, long r_outer, long r_inner,
-                   const void *weight, const void *bias, void *out, void *total, long rows, long inner, long size,
-                   float eps, int centre, int kind, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > MIN_PARALLEL_VALUES)
-    for (long i = 0; i < rows; i++) {
-        line l = {at(x, offset(i, inner, x_outer, x_inner), kind),
-                  residual ? at(residual, offset(i, inner, r_outer, r_inner), kind) : 0,
-                  weight, bias, at_mut(out, i * size, kind), total ? at_mut(total, i * size, kind) : 0, size, eps};
-        if (kind == KIND_F32) norm(l, centre, KIND_F32);
-        else if (kind == KIND_BF16) norm(l, centre, KIND_BF16);
-        else norm(l, centre, KIND_F16);
+typedef struct {
+    const void *x, *residual, *weight, *bias;
+    void *out, *total;
+    long x_outer, x_inner, r_outer, r_inner, rows, inner, size;
+    float eps;
+    int centre, kind, threads;
+} call;
+
+int camshaft_norm(const call *c) {
+#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->rows * c->size > MIN_PARALLEL_VALUES)
+    for (long i = 0; i < c->rows; i++) {
+        line l = {at(c->x, offset(i, c->inner, c->x_outer, c->x_inner), c->kind),
+                  c->residual ? at(c->residual, offset(i, c->inner, c->r_outer, c->r_inner), c->kind) : 0,
+                  c->weight, c->bias, at_mut(c->out, i * c->size, c->kind),
+                  c->total ? at_mut(c->total, i * c->size, c->kind) : 0, c->size, c->eps};
+        if (c->kind == KIND_F32) norm(l, c->centre, KIND_F32);
+        else if (c->kind == KIND_BF16) norm(l, c->centre, KIND_BF16);
+        else norm(l, c->centre, KIND_F16);
     }
+    return 0;
 }

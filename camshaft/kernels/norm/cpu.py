@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from camshaft.kernels.native import KINDS, same_kind
+from camshaft.kernels.native import KINDS, entry, same_kind
 from camshaft.kernels.norm.ref import add_layer_norm_op, add_rms_norm_op, layer_norm_op, rms_norm_op
 
 _Norm = Callable[[torch.Tensor, "torch.Tensor | None", torch.Tensor, "torch.Tensor | None", float],
@@ -28,27 +28,23 @@ def _lines(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 def _bind(library: ctypes.CDLL, centre: bool) -> _Norm:
     """``norm(x, residual, weight, bias, eps) -> (result, x + residual or None)``."""
-    run = library.camshaft_norm
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, number, address, number, number, address, address, address, address,
-                    number, number, number, ctypes.c_float, kind, kind, kind)
-    run.restype = None
-    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+    run, pack = entry(library, "camshaft_norm", "PPPPPPlllllllfiii")
+    kinds, num_threads = KINDS, torch.get_num_threads
 
     def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
              eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape, dtype = x.shape, x.dtype
+        shape = x.shape
         size = shape[-1]
-        out = empty(shape, dtype=dtype)
+        out = x.new_empty(*shape)
         x, x_outer, x_inner = _lines(x)
-        total, total_address, r_address, r_outer, r_inner = None, None, None, 0, 0
+        total, total_address, r_address, r_outer, r_inner = None, 0, 0, 0, 0
         if residual is not None:
             residual, r_outer, r_inner = _lines(residual)
-            total = empty(shape, dtype=dtype)
+            total = x.new_empty(*shape)
             r_address, total_address = residual.data_ptr(), total.data_ptr()
-        run(x.data_ptr(), x_outer, x_inner, r_address, r_outer, r_inner, weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), total_address, x.numel() // size if size else 0,
-            shape[1] if len(shape) == 3 else 1, size, eps, centre, kinds[dtype], num_threads())
+        run(pack(x.data_ptr(), r_address, weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+                 total_address, x_outer, x_inner, r_outer, r_inner, x.numel() // size if size else 0,
+                 shape[1] if len(shape) == 3 else 1, size, eps, centre, kinds[x.dtype], num_threads()))
         return out, total
 
     return norm

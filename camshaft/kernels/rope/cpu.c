@@ -7,17 +7,27 @@
 #define MIN_PARALLEL_ANGLES 2048
 
 /* table: [tokens, 2 * half], cosines first; one rounding of position * frequency, as torch's fp32 product has. */
-void camshaft_rope_table(const int64_t *positions, long stride, const float *inv_freq, float scaling, float *table,
-                         long tokens, long half, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * half > MIN_PARALLEL_ANGLES)
-    for (long t = 0; t < tokens; t++) {
-        float position = (float)positions[t * stride], *cosines = table + t * 2 * half, *sines = cosines + half;
-        for (long i = 0; i < half; i++) {
-            float angle = position * inv_freq[i];
-            cosines[i] = cosf(angle) * scaling;
-            sines[i] = sinf(angle) * scaling;
+typedef struct {
+    const int64_t *positions;
+    const float *inv_freq;
+    float *table;
+    long stride, tokens, half;
+    float scaling;
+    int threads;
+} table_call;
+
+int camshaft_rope_table(const table_call *c) {
+#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->tokens * c->half > MIN_PARALLEL_ANGLES)
+    for (long t = 0; t < c->tokens; t++) {
+        float position = (float)c->positions[t * c->stride];
+        float *cosines = c->table + t * 2 * c->half, *sines = cosines + c->half;
+        for (long i = 0; i < c->half; i++) {
+            float angle = position * c->inv_freq[i];
+            cosines[i] = cosf(angle) * c->scaling;
+            sines[i] = sinf(angle) * c->scaling;
         }
     }
+    return 0;
 }
 
 typedef struct {
@@ -58,17 +68,24 @@ INLINE void turn_token(const side *sides, const float *cosines, long token, long
     turn_heads(sides[1], cosines, token, half, size, kind);
 }
 
-/* q, k: [tokens, heads, size], lanes contiguous; table: [tokens, 2 * half] with its row stride; lanes from 2 * half on stay. */
-void camshaft_rope(const void *q, long q_token, long q_head, long q_heads, const void *k, long k_token, long k_head,
-                   long k_heads, const float *table, long table_row, void *q_out, void *k_out, long tokens, long half,
-                   long size, int kind, int threads) {
-    const side sides[2] = {{q, q_out, q_token, q_head, q_heads}, {k, k_out, k_token, k_head, k_heads}};
-#pragma omp parallel for schedule(static) num_threads(threads) \
-    if (tokens * (q_heads + k_heads) * size > MIN_PARALLEL_VALUES)
-    for (long t = 0; t < tokens; t++) {
-        const float *cosines = table + t * table_row;
-        if (kind == KIND_F32) turn_token(sides, cosines, t, half, size, KIND_F32);
-        else if (kind == KIND_BF16) turn_token(sides, cosines, t, half, size, KIND_BF16);
-        else turn_token(sides, cosines, t, half, size, KIND_F16);
+/* Sides q and k: [tokens, heads, size], lanes contiguous; table: [tokens, 2 * half] with its row stride; lanes from
+ * 2 * half on stay. */
+typedef struct {
+    side sides[2];
+    const float *table;
+    long table_row, tokens, half, size;
+    int kind, threads;
+} call;
+
+int camshaft_rope(const call *c) {
+    long heads = c->sides[0].heads + c->sides[1].heads;
+#pragma omp parallel for schedule(static) num_threads(c->threads) \
+    if (c->tokens * heads * c->size > MIN_PARALLEL_VALUES)
+    for (long t = 0; t < c->tokens; t++) {
+        const float *cosines = c->table + t * c->table_row;
+        if (c->kind == KIND_F32) turn_token(c->sides, cosines, t, c->half, c->size, KIND_F32);
+        else if (c->kind == KIND_BF16) turn_token(c->sides, cosines, t, c->half, c->size, KIND_BF16);
+        else turn_token(c->sides, cosines, t, c->half, c->size, KIND_F16);
     }
+    return 0;
 }

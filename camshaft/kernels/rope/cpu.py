@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from camshaft.kernels.native import KINDS
+from camshaft.kernels.native import KINDS, entry
 from camshaft.kernels.op import OpCall, TensorInfo
 from camshaft.kernels.rope.ref import rope_cos_sin_op, rope_op
 
@@ -22,19 +22,16 @@ def _table_supports(call: OpCall) -> str | None:
 @rope_cos_sin_op.impl("native", device="cpu", native=True, supports=_table_supports, rank=10)
 def native_rope_cos_sin(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """Bind ``camshaft_rope_table``."""
-    run = library.camshaft_rope_table
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, address, ctypes.c_float, address, number, number, kind)
-    run.restype = None
-    empty, num_threads, float32 = torch.empty, torch.get_num_threads, torch.float32
+    run, pack = entry(library, "camshaft_rope_table", "PPPlllfi")
+    num_threads, float32 = torch.get_num_threads, torch.float32
 
     def rope_cos_sin(positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float) -> torch.Tensor:
         tokens, half = len(positions), len(inv_freq)
         if inv_freq.stride(0) != 1:
             inv_freq = inv_freq.contiguous()
-        table = empty((tokens, 2 * half), dtype=float32)
-        run(positions.data_ptr(), positions.stride(0), inv_freq.data_ptr(), scaling, table.data_ptr(), tokens, half,
-            num_threads())
+        table = inv_freq.new_empty(tokens, 2 * half, dtype=float32)
+        run(pack(positions.data_ptr(), inv_freq.data_ptr(), table.data_ptr(), positions.stride(0), tokens, half,
+                 scaling, num_threads()))
         return table
 
     return rope_cos_sin
@@ -50,12 +47,8 @@ def _rope_supports(call: OpCall) -> str | None:
 @rope_op.impl("native", device="cpu", native=True, supports=_rope_supports, rank=10)
 def native_rope(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Bind ``camshaft_rope``."""
-    run = library.camshaft_rope
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, number, number, address, number, number, number, address, number, address,
-                    address, number, number, number, kind, kind)
-    run.restype = None
-    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+    run, pack = entry(library, "camshaft_rope", "PPlllPPlllPllllii")
+    kinds, num_threads = KINDS, torch.get_num_threads
 
     def rope(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, heads, size = q.shape
@@ -67,11 +60,11 @@ def native_rope(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, torch
         if q_lane != 1 or k_lane != 1:
             q, k = q.contiguous(), k.contiguous()
             q_token, q_head, k_token, k_head = heads * size, size, kv_heads * size, size
-        dtype = q.dtype
-        q_out, k_out = empty((tokens, heads, size), dtype=dtype), empty((tokens, kv_heads, size), dtype=dtype)
-        run(q.data_ptr(), q_token, q_head, heads, k.data_ptr(), k_token, k_head, kv_heads, cos_sin.data_ptr(),
-            cos_sin.stride(0), q_out.data_ptr(), k_out.data_ptr(), tokens, cos_sin.shape[1] // 2, size, kinds[dtype],
-            num_threads())
+        q_out, k_out = q.new_empty(tokens, heads, size), q.new_empty(tokens, kv_heads, size)
+        run(pack(q.data_ptr(), q_out.data_ptr(), q_token, q_head, heads,
+                 k.data_ptr(), k_out.data_ptr(), k_token, k_head, kv_heads,
+                 cos_sin.data_ptr(), cos_sin.stride(0), tokens, cos_sin.shape[1] // 2, size, kinds[q.dtype],
+                 num_threads()))
         return q_out, k_out
 
     return rope
