@@ -9,6 +9,7 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from camshaft.config.kv import LifeCycleSpec
@@ -22,6 +23,8 @@ _CGROUP_FILES = (
      "sys/fs/cgroup/memory/memory.stat", "total_inactive_file"),
 )
 """Limit, use, statistics file, and the statistic that counts reclaimable file cache; version 2, then 1."""
+
+_CACHE_LINE_BYTES = 64
 
 
 def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) -> tuple[int, ...]:
@@ -93,7 +96,17 @@ def allocate_pools(life_cycles: tuple[LifeCycleSpec, ...], num_pages: tuple[int,
     """A zeroed pool ``[layers, pages, 2, kv heads, page size, head dim]`` a life cycle.
 
     Zeros matter: a kernel may read a page's unused slots and multiply them by nothing.
-    On a CPU the operating system hands pages of memory out at first touch.
+    On a CPU the operating system hands pages of memory out, zeroed, at first touch.
     """
-    return tuple(torch.zeros(spec.pool_shape(pages), dtype=getattr(torch, spec.dtype), device=device)
+    return tuple(_zeros(spec.pool_shape(pages), getattr(torch, spec.dtype), device)
                  for spec, pages in zip(life_cycles, num_pages, strict=True))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks for zeroed memory (calloc), which costs nothing until it is touched; torch writes every byte.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    untouched = torch.from_numpy(np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8))
+    start = -untouched.data_ptr() % _CACHE_LINE_BYTES
+    return untouched[start:start + num_bytes].view(dtype).view(shape)
