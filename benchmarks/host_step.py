@@ -1,6 +1,7 @@
-"""Host cost of a step at 256 running requests: everything the executor does except the forward pass.
+"""Host cost of a step at 256 running requests: everything but the forward pass and detokenising.
 
-The runner answers at once with prepared tokens. Requests decode for long, so pages are crossed and committed
+The runner does the host's part of a real one (row state, graph inputs, random numbers) and answers at once with
+prepared tokens. Requests decode for long, so pages are crossed and committed
 to the prefix cache all the time; every step's increments go into a queue; one request in ten has stop ids,
 a seed and sampling. Prints JSON: the configuration, then median and p99 in microseconds a step at overlap
 depth 0 and 1, in wall time and in the thread's own CPU time (which a busy machine disturbs less).
@@ -16,6 +17,7 @@ import platform
 import queue
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -26,25 +28,38 @@ from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
 from camshaft.executor.messages import GenerationRequest, PrefixScope
 from camshaft.executor.request import ExecutorLimits
+from camshaft.kernels.sampling.philox import uniforms
+from camshaft.runtime.inputs import RowState
 from camshaft.runtime.step import RowSampling, StepOutput, StepPlan
 
 VOCAB_SIZE = 32000
 STOP_IDS = range(VOCAB_SIZE, VOCAB_SIZE + 3)
+MAX_NUM_TOKENS = 8192
 TARGET_MEDIAN_US, TARGET_P99_US = 1000, 2000
 
 
 class PreparedResults:
-    """A runner without a model: tokens drawn beforehand, never a stop id."""
+    """A runner without a model: the real host-side row state, and tokens drawn beforehand, never a stop id."""
 
-    def __init__(self, num_rows: int, rng: np.random.Generator) -> None:
+    def __init__(self, life_cycle: LifeCycleSpec, num_pages: int, max_seq_len: int, num_rows: int) -> None:
+        rng = np.random.default_rng(1)
         self._tokens = rng.integers(0, VOCAB_SIZE, (64, num_rows)).astype(np.int32)
         self._finite = np.ones(num_rows, np.bool_)
+        build = SimpleNamespace(max_seq_len=max_seq_len, max_num_tokens=MAX_NUM_TOKENS, max_batch_size=num_rows)
+        shape = SimpleNamespace(build=build, life_cycles=(life_cycle,),
+                                model=SimpleNamespace(vocab_size=VOCAB_SIZE + len(STOP_IDS)))
+        self._state = RowState(shape, (num_pages,))  # type: ignore[arg-type]  # the fields it reads, and no more
 
     def submit(self, plan: StepPlan) -> "Prepared":
         """The step's handle, at once."""
-        rows = plan.rows[plan.samples]
-        return Prepared(StepOutput(step=plan.step, rows=rows, epochs=plan.epochs[plan.samples],
-                                   token_ids=self._tokens[plan.step % 64, :len(rows)], finite=self._finite[:len(rows)]))
+        rows, state = plan.rows[plan.samples], self._state
+        state.apply(plan)
+        state.build(plan)
+        uniforms(state.seed[rows], state.choice[rows], plan.output_indices[plan.samples])
+        tokens = self._tokens[plan.step % 64, :len(rows)]
+        state.last_token[rows] = tokens
+        return Prepared(StepOutput(step=plan.step, rows=rows, epochs=plan.epochs[plan.samples], token_ids=tokens,
+                                   finite=self._finite[:len(rows)]))
 
 
 class Prepared:
@@ -77,8 +92,9 @@ def measure(num_requests: int, num_steps: int, depth: int) -> dict[str, float]:
     num_pages = num_requests * (max_seq_len // page_size + 1) + 1
     kv = KVCacheManager((life_cycle,), (num_pages,), enable_block_reuse=True, enable_partial_reuse=True)
     increments: queue.SimpleQueue[list[object]] = queue.SimpleQueue()
-    scheduler = SchedulerConfig(max_batch_size=num_requests, max_num_tokens=8192, overlap_depth=depth)
-    executor = Executor(PreparedResults(num_requests, rng), kv, scheduler=scheduler, sink=increments.put,
+    scheduler = SchedulerConfig(max_batch_size=num_requests, max_num_tokens=MAX_NUM_TOKENS, overlap_depth=depth)
+    runner = PreparedResults(life_cycle, num_pages, max_seq_len, num_requests)
+    executor = Executor(runner, kv, scheduler=scheduler, sink=increments.put,
                         limits=ExecutorLimits(max_seq_len=max_seq_len, vocab_size=VOCAB_SIZE + len(STOP_IDS)))
     for number in range(num_requests):
         prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(16, prompt_tokens))).astype(np.int32)
