@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from camshaft.config.doc import Doc, check_choice, check_int
+from camshaft.config.doc import INT32_MAX, Doc, check_choice, check_int, check_names
 from camshaft.config.model import ModelConfig
 from camshaft.core.errors import UserError
 
@@ -36,16 +36,20 @@ class BuildConfig:
         check_choice("device", self.device, ("auto", *DEVICES))
         check_int("max_batch_size", self.max_batch_size, 1, 4096)
         if self.max_seq_len is not None:
-            check_int("max_seq_len", self.max_seq_len, 1)
-        check_int("max_num_tokens", self.max_num_tokens, 1)
+            check_int("max_seq_len", self.max_seq_len, 1, INT32_MAX)
+        check_int("max_num_tokens", self.max_num_tokens, 1, INT32_MAX)
         if self.max_num_tokens < self.max_batch_size:
             raise UserError("max_num_tokens", self.max_num_tokens, f"at least max_batch_size ({self.max_batch_size})",
                             "Every running request needs one token a step: raise it or lower max_batch_size")
-        if self.page_size not in PAGE_SIZES:
+        if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise UserError("page_size", self.page_size, "one of " + ", ".join(map(str, PAGE_SIZES)))
+        check_names("skip_passes", self.skip_passes)
+        check_names("kernels", self.kernels)
         for choice in self.kernels:
             if choice.count("=") != 1 or "" in choice.split("="):
                 raise UserError("kernels", choice, "op=implementation, e.g. linear=ref")
+        if len({choice.partition("=")[0] for choice in self.kernels}) < len(self.kernels):
+            raise UserError("kernels", self.kernels, "one choice an op")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; ``BuildConfig(**data)`` with tuples restored reads it back."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from camshaft.core.errors import UserError
+
+INT32_MAX = 2**31 - 1
+"""Largest number that step plans and kernels take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,25 +49,30 @@ def field_docs(config: type) -> tuple[FieldDoc, ...]:
     return tuple(found)
 
 
-def check_range(field: str, value: object, low: float, high: float = math.inf, *, what: str = "a number") -> None:
+def check_range(field: str, value: object, low: float, high: float) -> None:
     """Raise UserError unless ``low <= value <= high``; NaN, bools and non-numbers are refused."""
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    if not numeric or not low <= float(value) <= high:  # type: ignore[arg-type]
-        bounds = f"{what} >= {low:g}" if math.isinf(high) else f"{what} from {low:g} to {high:g}"
-        raise UserError(field, value, bounds)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise UserError(field, value, f"a number from {low:g} to {high:g}")
 
 
 def check_int(field: str, value: object, low: int, high: int | None = None) -> None:
     """Raise UserError unless ``value`` is an int (not a bool) with ``low <= value <= high``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(field, value, "a whole number")
-    check_range(field, value, low, math.inf if high is None else high, what="a whole number")
+    # compared as whole numbers: as floats, the largest seed would round up and out of its bounds
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise UserError(field, value, f"a whole number of {low} or more" if high is None
+                        else f"a whole number from {low} to {high}")
 
 
 def check_bool(field: str, value: object) -> None:
     """Raise UserError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise UserError(field, value, "True or False")
+
+
+def check_names(field: str, value: object) -> None:
+    """Raise UserError unless ``value`` is a tuple of non-empty strings; one string alone is a common slip."""
+    if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
+        raise UserError(field, value, "a tuple of names")
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

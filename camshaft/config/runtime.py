@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated
 
 from camshaft.config.build import BuildConfig
-from camshaft.config.doc import Doc, check_bool, check_choice, check_int, check_range
+from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_choice, check_int, check_range
 from camshaft.core.errors import UserError
 
 CAPACITY_POLICIES = ("guaranteed_no_evict",)
@@ -24,7 +24,7 @@ class KvCacheConfig:
 
     def __post_init__(self) -> None:
         if self.max_bytes is not None:
-            check_int("kv_cache.max_bytes", self.max_bytes, 1)
+            check_int("kv_cache.max_bytes", self.max_bytes, 1, 2**63 - 1)
         check_range("kv_cache.memory_fraction", self.memory_fraction, 0.001, 0.95)
         check_bool("kv_cache.enable_block_reuse", self.enable_block_reuse)
         check_bool("kv_cache.enable_partial_reuse", self.enable_partial_reuse)
@@ -49,7 +49,7 @@ class SchedulerConfig:
         for name in ("max_batch_size", "max_num_tokens", "context_chunk_tokens"):
             value = getattr(self, name)
             if value is not None:
-                check_int(f"scheduler.{name}", value, 1)
+                check_int(f"scheduler.{name}", value, 1, INT32_MAX)
         check_int("scheduler.max_waiting", self.max_waiting, 1)
         if self.overlap_depth is not None:
             check_int("scheduler.overlap_depth", self.overlap_depth, 0, 1)

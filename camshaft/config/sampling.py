@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from camshaft.config.doc import Doc, check_bool, check_int, check_range
+from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_int, check_range
 from camshaft.core.errors import UserError
 
 UNSUPPORTED_DEFAULTS: dict[str, Any] = {
@@ -61,7 +61,7 @@ class SamplingParams(SamplingFields):
     def __init__(self, **kwargs: Any) -> None:
         for name in sorted(kwargs.keys() & UNSUPPORTED_DEFAULTS.keys()):
             value, default = kwargs.pop(name), UNSUPPORTED_DEFAULTS[name]
-            if value is not None and value != default:
+            if value is not None and not (isinstance(value, bool | int) and value == default):
                 raise UserError(name, value, f"not supported by this version; only {default!r} is accepted",
                                 "Leave it out")
         known = {field.name for field in dataclasses.fields(SamplingFields)}
@@ -88,7 +88,7 @@ class SamplingParams(SamplingFields):
         if self.top_p == 0.0:
             raise UserError("top_p", self.top_p, "above 0, up to 1", "Use temperature=0 for greedy")
         if self.top_k is not None:
-            check_int("top_k", self.top_k, 0)
+            check_int("top_k", self.top_k, 0, INT32_MAX)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",

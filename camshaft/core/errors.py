@@ -38,6 +38,14 @@ __all__ = [
 ]
 
 
+def _shown(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # Python prints no whole number of more than a few thousand digits
+        return f"a {type(value).__name__} too long to print"
+    return shown if len(shown) <= 200 else shown[:197] + "..."
+
+
 class CamshaftError(Exception):
     """Base of every error raised on purpose by this package."""
 
@@ -54,10 +62,7 @@ class UserError(CamshaftError, ValueError):
         self.value = value
         self.allowed = allowed
         self.remedy = remedy
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = shown[:197] + "..."
-        text = f"{field}={shown}: {allowed}"
+        text = f"{field}={_shown(value)}: {allowed}"
         super().__init__(f"{text}. {remedy}" if remedy else text)
 
 

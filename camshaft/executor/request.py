@@ -10,9 +10,11 @@ import dataclasses
 
 import numpy as np
 
+from camshaft.config.doc import INT32_MAX, check_int, check_range
 from camshaft.core.errors import RequestTooLargeError, UserError
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.messages import GenerationRequest
+from camshaft.runtime.step import RowSampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,4 +86,18 @@ def check_request(request: GenerationRequest, limits: ExecutorLimits, kv: KVCach
     if any(not 0 <= token < limits.vocab_size for token in request.stop_token_ids):
         raise UserError("stop_token_ids", sorted(request.stop_token_ids),
                         f"token ids from 0 to {limits.vocab_size - 1}")
+    _check_sampling(request.sampling, limits)
     check_fits(RequestSize.of(request), limits, kv)
+
+
+def _check_sampling(sampling: RowSampling, limits: ExecutorLimits) -> None:
+    """The bounds of the runtime's row state: a value beyond them would fail a step, and every request in it."""
+    check_range("temperature", sampling.temperature, 0.0, 100.0)
+    check_int("top_k", sampling.top_k, 0, INT32_MAX)
+    check_range("top_p", sampling.top_p, 0.0, 1.0)
+    check_range("min_p", sampling.min_p, 0.0, 1.0)
+    check_int("seed", sampling.seed, 0, 2**64 - 1)
+    check_int("choice", sampling.choice, 0, INT32_MAX)
+    suppressed = sampling.suppressed_token_ids
+    if len(suppressed) and not 0 <= suppressed.min() <= suppressed.max() < limits.vocab_size:
+        raise UserError("suppressed_token_ids", suppressed.tolist(), f"token ids from 0 to {limits.vocab_size - 1}")
