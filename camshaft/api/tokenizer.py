@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_MAX_IDS = 2**24
+"""Bound of token ids: one absurd id would otherwise take memory for all ids below it."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -174,7 +176,10 @@ class Tokenizer:
     def _all_pieces(self, added: frozenset[int]) -> list[bytes]:
         """The bytes of every token id, in order; ids without a token have none."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        highest = max(vocabulary.values(), default=-1)
+        if highest >= _MAX_IDS:
+            raise CheckpointError("tokenizer.json", highest, f"token ids below {_MAX_IDS}", "Download the model again")
+        pieces = [b""] * (highest + 1)
         alphabet = _printable_bytes() if self._rules.byte_level else {}
         for text, index in vocabulary.items():
             pieces[index] = self._piece(text, alphabet) if index not in added else self._added_piece(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import hashlib
 import json
 import tempfile
@@ -19,11 +20,12 @@ import torch
 
 from camshaft.builder.activations import activation_peak_bytes
 from camshaft.config.build import BuildConfig, resolve_build
+from camshaft.config.model import GenerationDefaults
 from camshaft.core import device as devices
 from camshaft.core import env
 from camshaft.core.device import DeviceSpec
 from camshaft.core.errors import UserError
-from camshaft.core.log import progress
+from camshaft.core.log import logger, progress
 from camshaft.engine.artifact import Engine, EngineParts, EngineWriter, is_engine_folder
 from camshaft.engine.manifest import DeviceRequirement
 from camshaft.frontend.checkpoint import Checkpoint, open_checkpoint
@@ -79,13 +81,24 @@ def _parts(program: Program, checkpoint: Checkpoint, cfg: BuildConfig, device: D
     """Everything of the engine beside its weights."""
     needed = device.features if native is not None or device.kind != "cpu" else ()
     return EngineParts(
-        graph_text=dump_graph(program), model=program.config, generation=checkpoint.generation, build=cfg,
+        graph_text=dump_graph(program), model=program.config, build=cfg,
+        generation=_known_tokens(checkpoint.generation, program.config.vocab_size),
         device=DeviceRequirement(kind=device.kind, features=needed), life_cycles=program.life_cycles,
         history=tuple({"name": record.name, "matches": record.matches, "notes": list(record.notes)}
                       for record in program.history),
         kernels=_kernels(program),
         activation_peak_bytes=activation_peak_bytes(program, cfg), weights_id=_weights_id(checkpoint, cfg),
         tokenizer_files=checkpoint.tokenizer_files(), native=native)
+
+
+def _known_tokens(generation: GenerationDefaults, vocab_size: int) -> GenerationDefaults:
+    """``generation`` without ids the model cannot produce: nothing would ever end by them, or be masked by them."""
+    strange = [token for token in generation.eos_token_ids if token >= vocab_size]
+    if strange:
+        logger.warning("the checkpoint's end-of-sequence ids %s are beyond the vocabulary of %d; left out", strange,
+                       vocab_size)
+    ends = tuple(token for token in generation.eos_token_ids if token < vocab_size)
+    return dataclasses.replace(generation, eos_token_ids=ends)
 
 
 def _native_library(device: DeviceSpec, scratch: Path) -> Path | None:

@@ -27,6 +27,7 @@ from camshaft.core import device as devices
 from camshaft.core import env
 from camshaft.core.errors import EngineError, UserError
 from camshaft.core.log import logger
+from camshaft.engine import storage
 from camshaft.engine.artifact import Engine, is_engine_folder
 from camshaft.frontend.hub import resolve_model
 from camshaft.kernels.native import find_compiler
@@ -48,7 +49,7 @@ def cached_engine(model: str | Path, cfg: BuildConfig | None = None, *, use_cach
     path = resolve_model(model, show_progress=show_progress)
     if is_engine_folder(path):
         if cfg is not None:
-            raise UserError("build", cfg, "no build settings for an engine that is already built",
+            raise UserError("build", _asked(cfg), "no build settings for an engine that is already built",
                             "Leave them out, or give the checkpoint the engine was built from")
         return Engine.load(path, show_progress=show_progress)
     wanted = cfg or BuildConfig()
@@ -62,6 +63,12 @@ def cached_engine(model: str | Path, cfg: BuildConfig | None = None, *, use_cach
     from camshaft.builder.build import build
 
     return build(path, wanted, show_progress=show_progress)
+
+
+def _asked(cfg: BuildConfig) -> dict[str, Any]:
+    """The fields of ``cfg`` that are not the defaults."""
+    usual = BuildConfig().to_dict()
+    return {name: value for name, value in cfg.to_dict().items() if value != usual[name]}
 
 
 def cache_key(path: Path, cfg: BuildConfig) -> str:
@@ -112,22 +119,52 @@ class _Cache:
     def get(self, path: Path, cfg: BuildConfig, key: str, show_progress: bool) -> Engine:
         """Load entry ``key``, built first where it is missing or damaged. OSError where the disk cannot be used."""
         limit = env.read_int("CAMSHAFT_CACHE_MAX_BYTES") or DEFAULT_MAX_BYTES
-        self.folder.mkdir(parents=True, exist_ok=True)
-        entry = self.folder / key
-        with self._locked(key, _PATIENCE_SECONDS), contextlib.ExitStack() as undo:
-            use = _hold_shared(self._use_file(key))
-            undo.callback(os.close, use)
-            engine = self._load(entry, show_progress)
-            built = engine is None
-            if engine is None:
-                engine = self._build(entry, path, cfg, show_progress)
-            undo.pop_all()
-            weakref.finalize(engine, os.close, use)
+        entry, built = self.folder / key, False
+        engine = self._ready(entry, show_progress)
+        if engine is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked(key, _PATIENCE_SECONDS), contextlib.ExitStack() as undo:
+                use = _hold_shared(self._use_file(key))
+                undo.callback(os.close, use)
+                engine = self._load(entry, show_progress)
+                built = engine is None
+                if engine is None:
+                    engine = self._build(entry, path, cfg, show_progress)
+                undo.pop_all()
+                weakref.finalize(engine, os.close, use)
         with contextlib.suppress(OSError):
             os.utime(entry)
         if built:
+            storage.remove_leftovers(self.folder)
             self.evict(limit, keep=key)
         return engine
+
+    def _ready(self, entry: Path, show_progress: bool) -> Engine | None:
+        """The entry when it is there whole. Takes no lock and writes nothing it needs, so starts of one model run
+        beside each other and from a read-only cache. None: something is amiss, look again under the lock."""
+        if not entry.exists():
+            return None
+        with contextlib.ExitStack() as undo:
+            use = self._hold_if_possible(entry.name)
+            if use is not None:
+                undo.callback(os.close, use)
+                if not _is_file_at(use, self._use_file(entry.name)):  # the entry was evicted while we waited
+                    return None
+            try:
+                engine = Engine.load(entry, show_progress=show_progress)
+            except EngineError:
+                return None
+            undo.pop_all()
+        if use is not None:
+            weakref.finalize(engine, os.close, use)
+        return engine
+
+    def _hold_if_possible(self, key: str) -> int | None:
+        """As ``_hold_shared``; None where the cache is read-only and has no such file: nobody evicts there."""
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+            with contextlib.suppress(OSError):
+                return _hold_shared(self._use_file(key), flags)
+        return None
 
     def evict(self, limit: int, keep: str) -> None:
         """Remove entries, least recently used first, until ``limit`` bytes hold; never ``keep`` nor one in use."""
@@ -171,7 +208,9 @@ class _Cache:
     @contextlib.contextmanager
     def _locked(self, key: str, patience: float | None = None) -> Iterator[None]:
         """Hold the lock of ``key``: at once or not at all (OSError); with ``patience`` until it is free, saying so."""
-        lock = filelock.FileLock(self.folder / f"{key}.lock")
+        path = self.folder / f"{key}.lock"
+        path.touch()  # refused at once where it cannot be written; the lock alone would be tried for ever
+        lock = filelock.FileLock(path)
         try:
             lock.acquire(timeout=patience or 0)
         except filelock.Timeout:
@@ -190,15 +229,26 @@ class _Cache:
         return self.folder / f"{key}.use"
 
 
-def _hold_shared(path: Path) -> int:
+def _hold_shared(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """A descriptor holding ``path`` as in use until it is closed; only marks by existing where there is no flock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, flags, 0o644)
     try:
         import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     except ImportError:
         return descriptor
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except BaseException:  # Ctrl-C while waiting included
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -39,9 +39,12 @@ def main() -> None:
     except CamshaftError as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("Stopped.", err=True)
+    except OSError as error:  # typer ends quietly on a closed pipe; the rest is disks, permissions, networks
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except MemoryError:
+        typer.echo("Error: this machine has not enough memory. Use a smaller model or type, or a smaller KV cache "
+                   "(--kv-max-bytes)", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:  # before or after the command, which typer ends with the same status
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)

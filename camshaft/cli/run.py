@@ -50,8 +50,14 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
 
 
 def _prompt_text(prompt: str | None) -> str:
+    if prompt is None:
+        return DEFAULT_PROMPT
     if prompt != "-":
-        return DEFAULT_PROMPT if prompt is None else prompt
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError("prompt", prompt, "UTF-8 text", "Convert the text to UTF-8") from error
+        return prompt
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

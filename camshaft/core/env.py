@@ -39,12 +39,21 @@ def read_int(name: str) -> int | None:
 
 
 def cache_dir() -> Path:
-    """Folder of cached engines and downloads. It may not exist or not be writable."""
+    """Folder of cached engines and downloads. It may not exist or not be writable.
+
+    Where the user has no home at all it is a path that can never be made, so that whoever tries to write there hears
+    so: a place in the temporary folder could be filled by others.
+    """
     chosen = read("CAMSHAFT_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    home = read("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "camshaft"
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        home = read("XDG_CACHE_HOME")
+        return (Path(home) if home else Path("~/.cache").expanduser()) / "camshaft"
+    except RuntimeError as error:
+        if chosen:
+            raise UserError("CAMSHAFT_CACHE_DIR", chosen, f"a folder ({error})", "Give its full path") from error
+        return Path(os.devnull) / "camshaft"
 
 
 def for_child(**changes: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ operating system's own OSError, and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import mmap
@@ -59,10 +60,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
+    remove_leftovers(target.parent, glob.escape(target.name))
     token = secrets.token_hex(4)
     lock_path = target.with_name(f".{target.name}.{token}.lock")
     scratch = target.with_name(f".{target.name}.{token}.partial")
+    lock_path.touch()  # refused at once where nothing can be made here; the lock alone would be tried for ever
     with filelock.FileLock(lock_path):
         try:
             scratch.mkdir()
@@ -75,9 +77,18 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     _sync(target.parent)
 
 
-def _remove_leftovers(target: Path) -> None:
-    for lock_path in target.parent.glob(f".{target.name}.*.lock"):
+def remove_leftovers(parent: Path, name: str = "*") -> None:
+    """Clear what writers of ``parent / name`` left that were killed; a folder they had moved aside comes back.
+
+    ``name`` may be a pattern of :mod:`glob`; what living writers use is locked and stays.
+    """
+    for lock_path in parent.glob(f".{name}.*.lock"):
         with contextlib.suppress(filelock.Timeout), filelock.FileLock(lock_path, timeout=0):
+            target = lock_path.with_name(lock_path.name[1:].rsplit(".", 2)[0])
+            old = lock_path.with_suffix(".old")
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(lock_path.with_suffix(".partial"), ignore_errors=True)
             lock_path.unlink(missing_ok=True)
 

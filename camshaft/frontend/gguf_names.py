@@ -17,6 +17,7 @@ import torch
 
 from camshaft.config.model import GenerationDefaults, ModelConfig, RopeConfig
 from camshaft.core.errors import CheckpointError
+from camshaft.models.config_fields import MAX_SIZE, check_heads
 
 ROPE_FREQS = "rope_freqs.weight"
 _CONTROL = 3
@@ -74,8 +75,8 @@ class _Metadata:
             if found.size == 0 or (found != found[0]).any():
                 raise self.refuse(key, "one value for all layers; per-layer sizes are not supported")
             found = found[0].item()
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 1 << 31:
-            raise self.refuse(key, "a positive whole number")
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= MAX_SIZE:
+            raise self.refuse(key, f"a whole number from 1 to {MAX_SIZE}")
         return found
 
     def text(self, key: str, default: str) -> str:
@@ -158,8 +159,9 @@ def _config(meta: _Metadata, inventory: Inventory, factors: torch.Tensor | None)
     if hidden_size != meta.size("llama.embedding_length"):
         raise meta.refuse("llama.embedding_length", f"the embedding's {hidden_size} columns")
     head_dim = meta.size("llama.attention.key_length", max(hidden_size // num_heads, 1))
-    if head_dim % 2:
-        raise meta.refuse("llama.attention.key_length", f"an even head size (found {head_dim})")
+    num_kv_heads = meta.size("llama.attention.head_count_kv", num_heads)
+    check_heads(f"llama.attention.head_count, head_count_kv, key_length (in {meta.path})", num_heads, num_kv_heads,
+                head_dim)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if meta.size(key, head_dim) != head_dim:
             raise meta.refuse(key, f"the head size {head_dim}")
@@ -170,7 +172,7 @@ def _config(meta: _Metadata, inventory: Inventory, factors: torch.Tensor | None)
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=hidden_size,
         intermediate_size=meta.size("llama.feed_forward_length"), num_layers=meta.size("llama.block_count"),
-        num_heads=num_heads, num_kv_heads=meta.size("llama.attention.head_count_kv", num_heads), head_dim=head_dim,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         max_position=meta.size("llama.context_length"),
         norm_eps=_shortest(meta.real("llama.attention.layer_norm_rms_epsilon")),
         rope=_rope(meta, head_dim, factors), tie_word_embeddings="output.weight" not in inventory,
@@ -191,24 +193,24 @@ def generation_defaults(values: dict[str, Any]) -> GenerationDefaults:
     limit = len(tokens) if isinstance(tokens, list) else 1 << 31
 
     def token_id(key: str) -> int | None:
-        found = _number(values, f"tokenizer.ggml.{key}_token_id")
-        return int(found) if found is not None and 0 <= found < limit else None
+        found = _number(values, f"tokenizer.ggml.{key}_token_id", limit - 1)
+        return None if found is None else int(found)
 
     ends = [token_id("eos"), token_id("eot"), token_id("eom")]
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
         controls = {tokens[index]: int(index) for index in np.flatnonzero(types == _CONTROL)}
         ends += [controls.get(name) for name in _TURN_ENDS]
-    top_k = _number(values, "general.sampling.top_k")
+    top_k = _number(values, "general.sampling.top_k", MAX_SIZE)
     return GenerationDefaults(
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)), bos_token_id=token_id("bos"),
-        pad_token_id=token_id("padding"), temperature=_number(values, "general.sampling.temp"),
-        top_k=None if top_k is None else int(top_k), top_p=_number(values, "general.sampling.top_p"))
+        pad_token_id=token_id("padding"), temperature=_number(values, "general.sampling.temp", 100),
+        top_k=None if top_k is None else int(top_k), top_p=_number(values, "general.sampling.top_p", 1))
 
 
-def _number(values: dict[str, Any], key: str) -> float | None:
-    """A finite number; defaults that are none are worth no refusal."""
+def _number(values: dict[str, Any], key: str, bound: float) -> float | None:
+    """A number from 0 to ``bound``; defaults that are none are worth no refusal."""
     found = values.get(key)
-    usable = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    usable = isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found <= bound
     return found if usable else None
 
 

@@ -17,6 +17,7 @@ from camshaft.core.errors import CheckpointError
 from camshaft.core.log import logger
 from camshaft.frontend.checkpoint import TOKENIZER_FILES, Checkpoint
 from camshaft.frontend.safetensors_files import folder_weights
+from camshaft.models.config_fields import MAX_SIZE
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
@@ -73,13 +74,20 @@ class HfFolderCheckpoint(Checkpoint):
             merged["chat_template"] = _read_text(self.path / _TEMPLATE)
         elif isinstance(merged.get("chat_template"), list):
             merged["chat_template"] = _default_template(merged["chat_template"])
-        return {tokenizer: (self.path / tokenizer).read_bytes(),
+        return {tokenizer: _read_bytes(self.path / tokenizer),
                 settings: json.dumps(merged, ensure_ascii=False).encode("utf-8")}
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(str(path), error.strerror, "a readable file", "Check its permissions") from error
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return _read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(str(path), str(error), "text in UTF-8", "Download the file again") from error
 
@@ -87,7 +95,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), str(error), "a JSON file", "Download the file again") from error
     if not isinstance(data, dict):
         raise CheckpointError(str(path), type(data).__name__, "a JSON object", "Download the file again")
@@ -126,14 +134,20 @@ def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefa
         return found[0] if found else None
 
     sampled = own if own.get("do_sample") is True else {}
-    for name in ("temperature", "top_p", "top_k"):
-        value = sampled.get(name)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value < 0):
-            raise CheckpointError(f"{_GENERATION} {name}", value, "a number of 0 or more, or null")
-    temperature, top_k = sampled.get("temperature"), sampled.get("top_k")
-    if sampled and temperature is None:
-        temperature = 1.0
+    temperature, top_k, top_p = (_sampling_number(sampled, name, bound)
+                                 for name, bound in (("temperature", 100), ("top_k", MAX_SIZE), ("top_p", 1)))
+    if top_k is not None and top_k != int(top_k):
+        raise CheckpointError(f"{_GENERATION} top_k", top_k, "a whole number, or null")
     return GenerationDefaults(
         eos_token_ids=ids("eos_token_id"), bos_token_id=first("bos_token_id"), pad_token_id=first("pad_token_id"),
-        temperature=temperature, top_k=int(top_k) if top_k is not None else None,
-        top_p=sampled.get("top_p"))
+        temperature=1.0 if sampled and temperature is None else temperature,
+        top_k=None if top_k is None else int(top_k), top_p=top_p)
+
+
+def _sampling_number(sampled: dict[str, Any], name: str, bound: int) -> float | None:
+    value = sampled.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= bound:
+        raise CheckpointError(f"{_GENERATION} {name}", value, f"a number from 0 to {bound}, or null")
+    return value

@@ -29,8 +29,8 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
     ``revision`` is a branch, tag or commit of the hub; ``token`` stands in for HF_TOKEN. With HF_HUB_OFFLINE set
     only the hub's local cache is asked. Raises ModelNotFoundError in words.
     """
-    path = Path(name).expanduser()
-    if name != "" and path.exists():
+    path = _existing(name)
+    if path is not None:
         if revision is not None:
             raise ModelNotFoundError("revision", revision, f"not given: {name} is a local path",
                                      "Leave revision out, or give a hub id")
@@ -48,6 +48,17 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
     folder = _download(name, revision, token, show_progress)
     _check_complete(name, folder)
     return folder
+
+
+def _existing(name: str | Path) -> Path | None:
+    """The path ``name`` is, where something that may be looked at lies there."""
+    if name == "":
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # too long, not permitted; no such user's home
+        return None
 
 
 def is_offline() -> bool:

@@ -64,6 +64,9 @@ def bind_weights(family: ModelFamily, config: ModelConfig, tensors: Mapping[str,
     CheckpointError naming the tensors that are missing, of another shape or type, or left over. Call
     :func:`settle_head` first: a head that ``config`` says is shared counts as left over.
     """
+    if config.num_layers > len(tensors):  # before a definition of any number of layers is made
+        raise CheckpointError("num_layers", config.num_layers, f"no more layers than the checkpoint's {len(tensors)} "
+                              "tensors", "config.json and the weights belong to different models")
     names = family.weight_names(config)
     shapes = _parameter_shapes(family, config)
     missing = sorted(name for name in names.values() if name not in tensors)

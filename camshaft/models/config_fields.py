@@ -5,7 +5,7 @@ Owns the checks families share; which fields a family needs is the family's busi
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +14,17 @@ from camshaft.core.errors import CheckpointError
 from camshaft.layers.rope import ROPE_KINDS
 
 _BROKEN = "The file is damaged or not a decoder's configuration"
+MAX_SIZE = 2**27
+"""Bound of every size in a configuration: above any real model's, and no product of two overflows torch's counts."""
 
 
 def int_field(data: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A positive whole number; ``default`` when missing or null, CheckpointError when there is none."""
+    """A whole number from 1 to ``MAX_SIZE``; ``default`` when missing or null, CheckpointError without one."""
     value = data.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json {name}", value, "a positive whole number", _BROKEN)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
+        raise CheckpointError(f"config.json {name}", value, f"a whole number from 1 to {MAX_SIZE}", _BROKEN)
     return value
 
 
@@ -31,7 +33,7 @@ def float_field(data: Mapping[str, Any], name: str, default: float | None = None
     value = data.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"config.json {name}", value, "a positive number", _BROKEN)
     return float(value)
 
@@ -44,6 +46,15 @@ def bool_field(data: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json {name}", value, "true or false", _BROKEN)
     return value
+
+
+def check_heads(where: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """CheckpointError unless query heads share key-value heads evenly and a head can be rotated in halves."""
+    even = num_heads % num_kv_heads == 0 and head_dim % 2 == 0
+    if not even or not 0 < num_heads * head_dim <= MAX_SIZE:
+        raise CheckpointError(where, (num_heads, num_kv_heads, head_dim),
+                              f"a multiple of the key-value heads, an even size of 2 or more, together at most "
+                              f"{MAX_SIZE}", _BROKEN)
 
 
 def require(data: Mapping[str, Any], name: str, accepted: tuple[Any, ...]) -> None:

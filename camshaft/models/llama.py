@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from camshaft.config.model import ModelConfig, RopeConfig
-from camshaft.core.errors import CheckpointError
 from camshaft.layers.attention import Attention
 from camshaft.layers.embedding import Embedding
 from camshaft.layers.linear import Linear
 from camshaft.layers.mlp import GatedMLP
 from camshaft.layers.norm import RMSNorm
 from camshaft.layers.rope import RotaryTable
-from camshaft.models.config_fields import bool_field, float_field, int_field, require, rope_field
+from camshaft.models.config_fields import bool_field, check_heads, float_field, int_field, require, rope_field
 from camshaft.models.registry import ModelFamily, register_family
 
 
@@ -90,9 +89,7 @@ class Llama(ModelFamily):
         hidden, heads = int_field(data, "hidden_size"), int_field(data, "num_attention_heads")
         kv_heads = int_field(data, "num_key_value_heads", 8 if mistral else heads)
         head_dim = int_field(data, "head_dim", hidden // heads)
-        if heads % kv_heads or head_dim % 2:
-            raise CheckpointError("config.json num_key_value_heads, head_dim", (kv_heads, head_dim),
-                                  f"a divisor of {heads} heads, and an even size")
+        check_heads("config.json num_attention_heads, num_key_value_heads, head_dim", heads, kv_heads, head_dim)
         require(data, "hidden_act", ("silu",))
         max_position = int_field(data, "max_position_embeddings", 131072 if mistral else 2048)
         # Mistral's own default is a window of 4096; null is how a checkpoint says it has none.

@@ -35,6 +35,10 @@ def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) 
     """
     if kv_cache.max_bytes is not None:
         field, asked, budget = "kv_cache.max_bytes", float(kv_cache.max_bytes), kv_cache.max_bytes
+        free = free_bytes(device)
+        if budget > free:
+            raise UserError(field, budget, f"at most the {free} bytes that are free on this {device.type} device",
+                            "Lower it, or leave it out for a share of what is free")
     else:
         field, asked = "kv_cache.memory_fraction", kv_cache.memory_fraction
         budget = int(max(0, free_bytes(device) - _still_to_come(engine, device)) * kv_cache.memory_fraction)

@@ -212,9 +212,9 @@ def test_a_file_system_without_locks_costs_a_warning(model, monkeypatch, caplog)
 
 
 def test_waiting_for_another_process_is_said(model, monkeypatch, caplog):
-    cached_engine(model, CFG)
     monkeypatch.setattr(cache, "_PATIENCE_SECONDS", 0.01)
     folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
+    folder.mkdir(parents=True)
     other = cache.filelock.FileLock(folder / f"{cache_key(model, CFG)}.lock", thread_local=False)
     other.acquire()
 
@@ -321,10 +321,72 @@ def test_what_is_in_use_or_just_built_is_never_evicted(model, monkeypatch):
     assert not loose.exists()
 
 
+def test_a_start_that_finds_its_engine_waits_for_no_lock(model, builds, monkeypatch):
+    folder = cached_engine(model, CFG).folder
+    other = cache.filelock.FileLock(folder.with_name(f"{folder.name}.lock"), thread_local=False)
+    monkeypatch.setattr(cache._Cache, "_locked", lambda *args: pytest.fail("asked for the lock"))
+    with other:
+        assert cached_engine(model, CFG).folder == folder
+    assert len(builds) == 1
+
+
+def test_an_entry_evicted_while_a_start_waited_is_not_trusted(model, builds, monkeypatch):
+    folder = cached_engine(model, CFG).folder
+    real, calls = cache._hold_shared, []
+
+    def late(path, flags=os.O_RDWR | os.O_CREAT):
+        held = real(path, flags)
+        if not calls:
+            path.unlink()
+        calls.append(path)
+        return held
+
+    monkeypatch.setattr(cache, "_hold_shared", late)
+    assert cached_engine(model, CFG).folder == folder
+    assert len(calls) == 2
+
+
+def test_what_killed_builds_left_goes_with_the_next_build_of_anything(model):
+    engines_folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
+    partial = engines_folder / ".0123.deadbeef.partial"
+    partial.mkdir(parents=True)
+    (partial / "weights.safetensors").write_bytes(bytes(100))
+    (engines_folder / ".0123.deadbeef.lock").touch()
+    cached_engine(model, CFG)
+    assert [path.name for path in engines_folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_build_killed_midway_leaves_a_usable_cache(model, builds):
+    code = ("import os, signal, sys; from camshaft.engine import storage; real = storage._sync_tree\n"
+            "storage._sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "from camshaft.builder import cache; cache._sources_hash = lambda: 'settled'\n"
+            "from camshaft.config.build import BuildConfig\n"
+            f"cache.cached_engine({str(model)!r}, BuildConfig(max_batch_size=4, max_num_tokens=16))\n")
+    killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False, capture_output=True)
+    assert killed.returncode == -9, killed.stderr
+    folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
+    assert len(list(folder.glob(".*.partial"))) == 1
+    assert cached_engine(model, CFG).folder is not None
+    assert len(builds) == 1
+    assert list(folder.glob(".*")) == []
+
+
+def test_a_changed_checkpoint_of_equal_size_and_time_is_not_run_from_the_old_bytes(model, builds):
+    before = cached_engine(model, CFG)
+    path = model / "model.safetensors"
+    entry = next(entry for entry in before.manifest.tensors.values() if entry.file == str(path))
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[entry.offset] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert cached_engine(model, CFG).folder is not None
+    assert len(builds) == 2
+
+
 def test_an_engine_folder_is_loaded_as_it_is(model, tmp_path, builds):
     made = recipe.build(model, CFG, output=tmp_path / "engine")
     builds.clear()
     assert cached_engine(tmp_path / "engine").manifest == made.manifest
     assert builds == []
-    with pytest.raises(UserError, match="already built"):
+    with pytest.raises(UserError, match="build=.*'max_batch_size': 4, 'max_num_tokens': 16}: .*already built"):
         cached_engine(tmp_path / "engine", CFG)

@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,6 +319,21 @@ def test_leftovers_of_dead_writers_are_removed_and_live_ones_kept(tmp_path):
         assert (tmp_path / ".engine.live.partial").exists()
     assert not (tmp_path / ".engine.dead.partial").exists()
     assert is_engine_folder(tmp_path / "engine")
+
+
+def test_an_engine_moved_aside_by_a_writer_that_died_comes_back(folder, tmp_path):
+    manifest = (folder / "engine.json").read_bytes()
+    os.rename(folder, folder.with_name(f".{folder.name}.deadbeef.old"))
+    folder.with_name(f".{folder.name}.deadbeef.lock").touch()
+    with pytest.raises(ZeroDivisionError), storage.atomic_folder(folder):
+        1 / 0  # noqa: B018
+    assert (folder / "engine.json").read_bytes() == manifest
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_place_that_takes_no_files_is_refused_at_once():
+    with pytest.raises(OSError, match="/proc"), storage.atomic_folder(Path("/proc/engine")):
+        pass
 
 
 def test_writer_refuses_what_its_caller_got_wrong(tmp_path):

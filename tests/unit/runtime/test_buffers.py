@@ -29,6 +29,12 @@ def test_max_bytes_is_an_absolute_cap(engine, max_bytes, pages):
     assert not pools[0].any()
 
 
+def test_a_cap_beyond_the_free_memory_is_refused_with_the_numbers(engine, monkeypatch):
+    monkeypatch.setattr("camshaft.runtime.buffers.free_bytes", lambda device: 5 * PAGE_BYTES)
+    with pytest.raises(UserError, match=rf"kv_cache.max_bytes={6 * PAGE_BYTES}: at most the {5 * PAGE_BYTES} bytes"):
+        kv_pages_for(engine, KvCacheConfig(max_bytes=6 * PAGE_BYTES), CPU)
+
+
 def test_less_than_one_usable_page_is_refused_with_the_numbers(engine):
     with pytest.raises(UserError, match=f"{2 * PAGE_BYTES}") as caught:
         kv_pages_for(engine, KvCacheConfig(max_bytes=2 * PAGE_BYTES - 1), CPU)
