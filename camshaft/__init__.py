@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from camshaft.api.llm import LLM as LLM
     from camshaft.api.outputs import CompletionOutput as CompletionOutput
     from camshaft.api.outputs import RequestOutput as RequestOutput
+    from camshaft.builder.build import build as build
     from camshaft.config.build import BuildConfig as BuildConfig
     from camshaft.config.runtime import KvCacheConfig as KvCacheConfig
     from camshaft.config.runtime import SchedulerConfig as SchedulerConfig

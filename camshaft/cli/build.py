@@ -9,6 +9,8 @@ import typer
 
 from camshaft.cli.options import pick, with_options
 from camshaft.config.build import BuildConfig
+from camshaft.core.errors import UserError
+from camshaft.core.log import configure_logging
 
 
 @with_options(BuildConfig)
@@ -18,9 +20,13 @@ def build(output: Annotated[Path, typer.Option("--output", "-o", help="Engine fo
           revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
           **given: Any) -> None:
     """Build an engine folder that needs nothing but itself."""
+    configure_logging()
     from camshaft.builder.build import build as build_engine
     from camshaft.frontend.hub import resolve_model
 
+    if model is None and revision is not None:
+        raise UserError("revision", revision, "left out, as the default model is one fixed version",
+                        "Give the model's hub id too")
     path = None if model is None else resolve_model(model, revision=revision, show_progress=True)
     engine = build_engine(path, pick(BuildConfig, given), output=output, show_progress=True)
     size = sum(file.stat().st_size for file in output.iterdir())

@@ -11,18 +11,22 @@ import sys
 from collections.abc import Callable, Iterator
 
 from camshaft.core import env
+from camshaft.core.errors import UserError
 
 logger = logging.getLogger("camshaft")
 
 Advance = Callable[[int], None]
+"""Takes the amount done since the last call."""
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging() -> None:
-    """Set the level from CAMSHAFT_LOG; called by the command line and ``LLM``, never at import."""
-    level = (env.read("CAMSHAFT_LOG") or "warning").upper()
-    if level not in logging.getLevelNamesMapping():
-        level = "WARNING"
-    logger.setLevel(level)
+    """Set the level from CAMSHAFT_LOG (UserError for an unknown one); called by ``LLM`` and the commands, never at
+    import."""
+    level = (env.read("CAMSHAFT_LOG") or "warning").lower()
+    if level not in _LEVELS:
+        raise UserError("CAMSHAFT_LOG", level, f"one of {', '.join(_LEVELS)}", "Mend the environment variable")
+    logger.setLevel(level.upper())
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("camshaft %(levelname)s: %(message)s"))

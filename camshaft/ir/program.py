@@ -14,9 +14,7 @@ Every node but get_attr placeholders carries ``meta["val"]`` (a FakeTensor or Sy
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import torch
 from torch import fx
 
 from camshaft.config.kv import LifeCycleSpec
@@ -63,14 +61,3 @@ class Program:
     life_cycles: tuple[LifeCycleSpec, ...] = ()
     """Empty until ``page_attention`` has lowered the graph."""
     history: list[PassRecord] = dataclasses.field(default_factory=list)
-
-
-def fake_of(node: fx.Node) -> Any:
-    """The node's FakeTensor (or tuple of them)."""
-    return node.meta["val"]
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype of a single-tensor node."""
-    found: torch.dtype = node.meta["val"].dtype
-    return found
