@@ -39,7 +39,18 @@ def test_every_op_is_sampled_where_implementations_break(op):
     tensors = [argument for sample in samples for argument in sample.args if isinstance(argument, torch.Tensor)]
     assert any(tensor.numel() == 0 for tensor in tensors)
     assert any(not tensor.is_contiguous() for tensor in tensors)
+    assert any(tensor.shape[0] == 1 for tensor in tensors if tensor.dim())
     assert len({sample.name for sample in samples}) == len(samples)
+
+
+@pytest.mark.parametrize(("name", "heads_at", "num_kv_heads_at"), [
+    ("attention", (0, 1), (1, 1)), ("paged_attention", (0, 1), (1, 2)), ("rope", (0, 1), (1, 1))])
+def test_attention_is_sampled_with_as_many_kv_heads_as_heads_with_eight_and_with_one(name, heads_at, num_kv_heads_at):
+    found = set()
+    for sample in parity.samples_of(name, torch.float32, "cpu"):
+        heads, kv_heads = (sample.args[place].shape[dim] for place, dim in (heads_at, num_kv_heads_at))
+        found.add("all" if heads == kv_heads else kv_heads)
+    assert found >= {"all", 8, 1}
 
 
 NUMBERS = itertools.count()

@@ -89,7 +89,7 @@ def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torc
     cases = (
         ("empty", 0, 2, 2, 8, None, None), ("one", 1, 4, 4, 16, None, None), ("mqa", 5, 6, 1, 20, None, None),
         ("grouped", 33, 6, 2, 64, None, None), ("window", 19, 4, 2, 32, 7, None), ("softcap", 9, 4, 2, 32, None, 5.0),
-        ("window_one", 9, 2, 2, 8, 1, None),
+        ("window_one", 9, 2, 2, 8, 1, None), ("eight_kv_heads", 7, 16, 8, 16, None, None),
     )
     for name, tokens, heads, kv_heads, size, window, softcap in cases:
         merged = _with_room(tokens, heads + 2 * kv_heads, size, generator).to(device, dtype)[:tokens]
@@ -139,6 +139,7 @@ def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("decode_long", ((700, 1), (260, 1)), heads=(9, 3), head_dim=64)
     yield sample("mha", ((10, 3), (33, 1)), heads=(3, 3), head_dim=80)
     yield sample("mqa_wide", ((70, 5),), heads=(8, 1), head_dim=128)
+    yield sample("eight_kv_heads", ((18, 3), (5, 1)), heads=(32, 8))
     yield sample("odd_head_size", ((20, 6), (4, 1)), heads=(4, 2), head_dim=20, page_size=4)
     for past in (6, 7, 8):
         yield sample(f"window_8_at_{past}", ((past, 1), (0, past)), window=8, page_size=4)

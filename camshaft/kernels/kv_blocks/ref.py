@@ -28,7 +28,7 @@ def _fake(k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, slot_mapping:
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     """(name, T, Hkv, D, page size): none, one, every slot of some pages, many tokens, an odd head size."""
     cases = (("empty", 0, 2, 8, 4), ("one", 1, 3, 64, 16), ("full_pages", 8, 2, 16, 4), ("many", 301, 1, 32, 16),
-             ("odd", 13, 5, 20, 8))
+             ("odd", 13, 5, 20, 8), ("eight_heads", 6, 8, 16, 16))
     for name, tokens, heads, size, page_size in cases:
         merged = torch.randn(tokens + 1, 3 * heads, size, generator=generator).to(device, dtype)[:tokens]
         k, v = merged[:, heads:2 * heads], merged[:, 2 * heads:]

@@ -53,7 +53,7 @@ def _table_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 def _rope_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     """(T, Hq, Hkv, Dh, D) as views of one merged product, as the fused graph makes them; then contiguous."""
     for tokens, heads, kv_heads, size, dim in ((0, 2, 1, 8, 8), (1, 9, 3, 64, 64), (5, 4, 4, 32, 16), (3, 8, 1, 20, 12),
-                                               (7, 3, 1, 66, 66), (130, 9, 3, 64, 64)):
+                                               (7, 3, 1, 66, 66), (130, 9, 3, 64, 64), (6, 32, 8, 16, 16)):
         merged = torch.randn(tokens, (heads + 2 * kv_heads) * size, generator=generator).to(device, dtype)
         q, k, _ = torch.split(merged, [heads * size, kv_heads * size, kv_heads * size], dim=-1)
         q, k = q.view(tokens, heads, size), k.view(tokens, kv_heads, size)
