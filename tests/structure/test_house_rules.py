@@ -56,8 +56,11 @@ def test_no_ambient_state(module):
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            reads = node.attr in ("environ", "getenv")
+            reads = node.attr in ("environ", "environb", "getenv", "putenv")
             assert not reads or path == PACKAGE / "core" / "env.py", f"{path}:{node.lineno} reads the environment"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            taken = {alias.name for alias in node.names} & {"environ", "environb", "getenv", "putenv"}
+            assert not taken, f"{path}:{node.lineno} takes {taken} out of reach of core/env.py"
 
 
 def test_nothing_is_left_for_later(module):

@@ -12,12 +12,17 @@ import pytest
 import camshaft
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import field_docs
+from camshaft.config.kv import LifeCycleSpec
+from camshaft.config.model import GenerationDefaults, ModelConfig, RopeConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.config.sampling import UNSUPPORTED_DEFAULTS, SamplingFields
 from camshaft.core.env import VARIABLES
-from camshaft.engine.manifest import FORMAT_VERSION, Manifest
+from camshaft.engine.manifest import FORMAT_VERSION, DeviceRequirement, FileEntry, Manifest, TensorEntry
 
 GOLDEN = Path(__file__).parent / "golden"
+MANIFEST_PARTS = (BuildConfig, DeviceRequirement, FileEntry, GenerationDefaults, LifeCycleSpec, ModelConfig, RopeConfig,
+                  TensorEntry)
+"""What a manifest's fields are made of: renaming one of theirs changes the format too."""
 
 
 def config_fields():
@@ -41,7 +46,9 @@ SURFACES = {
     "refused_sampling_params": lambda: {name: UNSUPPORTED_DEFAULTS[name] for name in sorted(UNSUPPORTED_DEFAULTS)},
     "environment": lambda: sorted(VARIABLES),
     "manifest": lambda: {"format_version": FORMAT_VERSION,
-                         "fields": [field.name for field in dataclasses.fields(Manifest)]},
+                         "fields": [field.name for field in dataclasses.fields(Manifest)],
+                         **{part.__name__: [field.name for field in dataclasses.fields(part)]
+                            for part in MANIFEST_PARTS}},
     "command_line": command_line,
 }
 
