@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from camshaft.core.errors import InternalError
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileSpan:
@@ -54,10 +56,10 @@ def constant(tensor: torch.Tensor, origin: str) -> Weight:
 
 
 def concat(parts: tuple[Weight, ...]) -> Weight:
-    """Rows of ``parts`` one after another (dimension 0); all else must agree."""
+    """Rows of ``parts`` one after another (dimension 0); all else must agree (InternalError)."""
     first = parts[0]
     if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
-        raise ValueError(f"cannot join {[(part.origin, part.dtype, part.shape) for part in parts]}")
+        raise InternalError(f"cannot join {[(part.origin, part.dtype, part.shape) for part in parts]}")
     rows = sum(part.shape[0] for part in parts)
 
     def read() -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from camshaft.core.device import DeviceSpec
+from camshaft.core.errors import InternalError
 from camshaft.core.registry import Registry
 
 NAMESPACE = "camshaft"
@@ -118,9 +119,9 @@ class Op:
         self.add(Impl(name="ref", device="any", fn=spec.reference, rank=-100))
 
     def add(self, impl: Impl) -> None:
-        """Register an implementation; names are unique within the op."""
+        """Register an implementation; names are unique within the op (InternalError)."""
         if impl.name in self.impls:
-            raise ValueError(f"{self.spec.name} already has an implementation {impl.name!r}")
+            raise InternalError(f"{self.spec.name} already has an implementation {impl.name!r}")
         self.impls[impl.name] = impl
 
     def impl(self, name: str, *, device: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.core.device import DeviceSpec
-from camshaft.core.errors import EngineError, UserError
+from camshaft.core.errors import EngineError, InternalError, UserError
 from camshaft.kernels.dispatch import bind, choose, explain
 from camshaft.kernels.op import OPS, Impl, Op, OpCall, OpSpec, TensorInfo, load_families
 
@@ -97,7 +97,7 @@ def test_bind_gives_plain_functions_and_builds_native_ones_once(op):
 
 
 def test_duplicate_implementations_are_loud(op):
-    with pytest.raises(ValueError, match="already has an implementation 'picky'"):
+    with pytest.raises(InternalError, match="already has an implementation 'picky'"):
         op.add(Impl(name="picky", device="cpu", fn=_negate))
 
 
