@@ -14,7 +14,8 @@ from camshaft.core.log import configure_logging
 
 
 @with_options(BuildConfig)
-def build(output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write; must not exist.")],
+def build(output: Annotated[Path, typer.Option("--output", "-o", help="Engine folder to write: new, empty, or an "
+                                                                       "engine to replace.")],
           model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; "
                                                            "default: SmolLM2-135M-Instruct.")] = None,
           revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,

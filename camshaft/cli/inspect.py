@@ -19,6 +19,9 @@ def inspect(engine: Annotated[Path, typer.Argument(help="Engine folder.")],
             graph: Annotated[bool, typer.Option("--graph", help="Print the graph.")] = False,
             as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False) -> None:
     """Show an engine: model, limits, passes, kernels, bytes."""
+    asked = [flag for flag, wanted in (("--verify", verify), ("--graph", graph), ("--json", as_json)) if wanted]
+    if len(asked) > 1:
+        raise UserError("options", " ".join(asked), "one of --verify, --graph and --json at a time")
     from camshaft.engine.artifact import Engine, is_engine_folder
 
     if not is_engine_folder(engine):
