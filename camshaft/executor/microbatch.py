@@ -253,6 +253,8 @@ class MicroBatchScheduler:
         for place in np.flatnonzero(special).tolist():
             row, verdict = int(rows[place]), int(verdicts[place])
             num_cached = int(table.num_cached[row]) if counts[place] == 1 else None
+            if counts[place] == 1 and table.shares[row]:
+                self._kv.vouch(table.ids[row])
             increments.append(output.landed(table.ids[row], int(tokens[place]), verdict, num_cached))
             if verdict != CONTINUE:
                 self.counters.num_finished += 1
@@ -265,6 +267,9 @@ class MicroBatchScheduler:
         table = self.table
         increment = output.non_finite(table.ids[row], int(table.num_outputs[row]))
         self.counters.num_failed += 1
+        if table.shares[row]:
+            table.shares[row] = False
+            self._kv.withdraw(table.ids[row])
         self._end(row, release=False)
         return increment
 

@@ -197,8 +197,9 @@ def test_intake_is_bounded():
     assert len(rig.told) == 3
 
 
-def test_a_row_with_non_finite_logits_ends_alone_and_leaves_no_pages(depth):
-    rig = rig_of(depth=depth)
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_row_with_non_finite_logits_ends_alone_and_leaves_no_pages(depth, chunk):
+    rig = rig_of(depth=depth, chunk=chunk)
     bad, good = rig.add([1] * 8, 8), rig.add([2] * 8, 8)
     rig.engine.poison_rows = {0}
     finish(rig)
