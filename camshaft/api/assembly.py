@@ -100,12 +100,14 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
                   scope=PrefixScope(model=manifest.weights_id))
     limits = ExecutorLimits(max_seq_len=_known(manifest.build.max_seq_len), vocab_size=manifest.model.vocab_size)
     executor = Executor(runner, kv, limits=limits, scheduler=scheduler, sink=front.sink)
+    template = _template(files)
+    description = _describe(engine, name, kv_cache, scheduler, num_pages)
     runner.warm_up()
+    # nothing below may fail: nobody would end the threads
     front.start(executor.submit, executor.abort)
     executor.start()
-    description = _describe(engine, name, kv_cache, scheduler, num_pages)
     logger.info("resolved configuration: %s", description)
-    return Assembly(front=front, executor=executor, tokenizer=tokenizer, chat_template=_template(files),
+    return Assembly(front=front, executor=executor, tokenizer=tokenizer, chat_template=template,
                     description=description, summary=_summary(engine, name, kv_cache, num_pages))
 
 

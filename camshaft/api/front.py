@@ -19,7 +19,7 @@ from camshaft.api.result import GenerationResult
 from camshaft.api.tokenizer import Tokenizer
 from camshaft.config.model import GenerationDefaults
 from camshaft.config.sampling import SamplingParams
-from camshaft.core.errors import CamshaftError, InternalError, UserError
+from camshaft.core.errors import CamshaftError, EngineDeadError, InternalError, UserError
 from camshaft.core.ids import RequestId
 from camshaft.core.log import logger
 from camshaft.executor.messages import GenerationRequest, Increment, PrefixScope
@@ -60,6 +60,8 @@ class Front:
         self._news.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
+        # the executor holds this object's sink: without this, neither they nor the engine's memory would be freed
+        self._submit = self._abort = None
 
     def encode(self, prompt: str | Sequence[int], params: SamplingParams, *, where: str) -> list[int]:
         """Token ids of a prompt, checked. ``where`` names the prompt in errors."""
@@ -68,6 +70,9 @@ class Front:
                 raise UserError(where, prompt, "token ids, as this engine has no tokenizer",
                                 "Pass a list of token ids, or build from a checkpoint with tokenizer.json")
             ids = self._tokenizer.encode(prompt, add_special_tokens=params.add_special_tokens)
+            if max(ids, default=0) >= self._vocab_size:
+                raise UserError(where, prompt, f"text whose tokens the model knows; its tokenizer gave id {max(ids)}, "
+                                f"the model has {self._vocab_size}", "The tokenizer belongs to another model")
         else:
             ids = [self._checked_id(token, where) for token in prompt]
         if not ids:
@@ -82,8 +87,9 @@ class Front:
 
     def submit(self, prompt: str | None, token_ids: list[int], params: SamplingParams) -> GenerationResult:
         """Send one request on its way. Raises what the executor refuses it with."""
-        if self._submit is None:
-            raise InternalError("the front has not been started")
+        submit = self._submit
+        if submit is None:
+            raise EngineDeadError("the engine is shut down, or was never started")
         request_id = RequestId(next(self._ids))
         request = self._request(request_id, token_ids, params)
         output = RequestOutput(request_id=request_id, prompt=prompt, prompt_token_ids=token_ids,
@@ -94,17 +100,19 @@ class Front:
         with self._lock:
             self._live[request_id] = live
         try:
-            self._submit(request)
-        except CamshaftError:
+            submit(request)
+        except BaseException:  # Ctrl-C may come after the executor took the request: nobody would wait for it
             with self._lock:
                 self._live.pop(request_id, None)
+            self.abort(request_id)
             raise
         return result
 
     def abort(self, request_id: RequestId) -> None:
         """Ask the executor to end a request; its final increment ends the result."""
-        if self._abort is not None:
-            self._abort(request_id)
+        abort = self._abort
+        if abort is not None:
+            abort(request_id)
 
     def _request(self, request_id: RequestId, token_ids: list[int], params: SamplingParams) -> GenerationRequest:
         for token in (*(params.stop_token_ids or ()), *(() if params.end_id is None else (params.end_id,))):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +68,10 @@ class LLM:
             kv_cache=config_from(KvCacheConfig, kv_cache, where="kv_cache"),
             scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"), skip_tokenizer=skip_tokenizer_init)
         self._closed = False
+        self._home_pid = os.getpid()
+        # Not __del__: at the interpreter's end the threads must have left native code before it is torn down, and
+        # that is the order of exit handlers, which a finalizer is; in a forked copy the threads do not exist.
+        self._finalizer = weakref.finalize(self, _close, self._parts, self._home_pid)
         # What lives as long as the engine need not be walked by every collection between steps; what is dead
         # already must go first, or it would stay for ever.
         gc.collect()
@@ -148,13 +154,16 @@ class LLM:
 
     def get_stats(self) -> dict[str, Any]:
         """Counters of the executor and its KV cache, as plain data."""
+        self._check_process()
         return self._parts.stats()
 
     def shutdown(self) -> None:
-        """End every request and free the engine. Idempotent; always returns."""
-        if not self._closed:
-            self._closed = True
-            self._parts.close()
+        """End every request and free the engine. Idempotent; always returns.
+
+        It also happens when the LLM is garbage-collected and when the interpreter ends.
+        """
+        self._closed = True
+        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -163,9 +172,10 @@ class LLM:
                  trace: TracebackType | None) -> None:
         self.shutdown()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.shutdown()
+    def _check_process(self) -> None:
+        if os.getpid() != self._home_pid:
+            raise UserError("LLM", "a copy in a forked process, where its threads do not run",
+                            "an LLM of this very process", "Make it after the fork, or start processes by spawn")
 
     def _run_all(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
                  *, names: list[str], show: bool) -> list[GenerationResult]:
@@ -181,6 +191,7 @@ class LLM:
 
     def _submit_all(self, prompts: list[Prompt], params: list[SamplingParams],
                     names: list[str]) -> list[GenerationResult]:
+        self._check_process()
         if self._closed:
             raise UserError("LLM", "shut down", "an LLM that is open", "Make a new one")
         ready = []
@@ -212,6 +223,11 @@ class LLM:
                     raise
                 with contextlib.suppress(CamshaftError):
                     running.result()
+
+
+def _close(parts: Assembly, home_pid: int) -> None:
+    if os.getpid() == home_pid:
+        parts.close()
 
 
 def _is_single(inputs: Any) -> bool:

@@ -52,7 +52,8 @@ class GenerationResult:
 
     def snapshot(self) -> RequestOutput:
         """The output as it stands; an error is inside it, not raised."""
-        return _Cursor().advance(self._output)
+        with self._changed:
+            return _Cursor().advance(self._output)
 
     async def aresult(self) -> RequestOutput:
         """Like :meth:`result`, in an event loop."""
