@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -12,6 +14,9 @@ from camshaft.cli.build import build
 from camshaft.cli.inspect import inspect
 from camshaft.cli.run import run
 from camshaft.core.errors import CamshaftError
+
+STOPPED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and after SIGTERM, as shells count them."""
 
 app = typer.Typer(name="camshaft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Run large language models: build once, run optimised, schedule dynamically.")
@@ -32,10 +37,19 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_print_ver
     """Run large language models: build once, run optimised, schedule dynamically."""
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. Ctrl-C and a request to terminate unwind, so that nothing is left behind."""
+    signal.signal(signal.SIGTERM, _end)
     try:
         app()
+    except SystemExit as leaving:
+        if leaving.code == STOPPED:  # a second Ctrl-C would only break off what is being put away
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
     except CamshaftError as error:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(1)
@@ -47,4 +61,4 @@ def main() -> None:
                    "(--kv-max-bytes)", err=True)
         sys.exit(1)
     except KeyboardInterrupt:  # before or after the command, which typer ends with the same status
-        sys.exit(130)
+        sys.exit(STOPPED)

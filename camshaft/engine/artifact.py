@@ -251,6 +251,8 @@ class EngineWriter:
                 not folder.is_dir() or any(folder.iterdir())):
             raise UserError("output", str(folder), "a new or empty folder, or an engine to replace",
                             "Choose another folder, or clear this one")
+        if folder is not None:
+            storage.check_writable(folder)
         self._folder = folder
         self._allow_pointers = allow_pointers
         self._weights: dict[str, Weight] = {}

@@ -8,6 +8,7 @@ operating system's own OSError, and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -50,6 +51,15 @@ def dtype_named(name: str) -> torch.dtype:
 def corrupt(part: str, found: object, needed: object) -> EngineCorruptError:
     """The error for a truncated, edited or missing ``part``."""
     return EngineCorruptError(part, found=found, needed=needed, remedy=f"{_REBUILD}, or restore the file")
+
+
+def check_writable(target: Path) -> None:
+    """OSError where ``target`` can plainly not be made, to be asked before long work rather than after it."""
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
 @contextlib.contextmanager

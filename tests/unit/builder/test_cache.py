@@ -371,6 +371,11 @@ def test_a_build_killed_midway_leaves_a_usable_cache(model, builds):
     assert list(folder.glob(".*")) == []
 
 
+def test_a_cache_that_takes_no_files_is_given_up_at_once():
+    with pytest.raises(OSError, match="key.lock"), cache._Cache(Path("/proc"))._locked("key", 1.0):
+        pass
+
+
 def test_a_changed_checkpoint_of_equal_size_and_time_is_not_run_from_the_old_bytes(model, builds):
     before = cached_engine(model, CFG)
     path = model / "model.safetensors"
@@ -388,5 +393,5 @@ def test_an_engine_folder_is_loaded_as_it_is(model, tmp_path, builds):
     builds.clear()
     assert cached_engine(tmp_path / "engine").manifest == made.manifest
     assert builds == []
-    with pytest.raises(UserError, match="build=.*'max_batch_size': 4, 'max_num_tokens': 16}: .*already built"):
+    with pytest.raises(UserError, match=r"build=.*'max_batch_size': 4, 'max_num_tokens': 16\}: .*already built"):
         cached_engine(tmp_path / "engine", CFG)

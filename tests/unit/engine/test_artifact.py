@@ -304,6 +304,12 @@ def test_a_full_disk_surfaces_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_under_a_file_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        EngineWriter(tmp_path / "file" / "engine")
+
+
 def test_an_unwritable_parent_surfaces(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
