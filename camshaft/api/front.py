@@ -131,7 +131,8 @@ class Front:
         return RowSampling(
             temperature=_first(params.temperature, defaults.temperature, 0.0),
             top_k=int(_first(params.top_k, defaults.top_k, 0)), top_p=_first(params.top_p, defaults.top_p, 1.0),
-            min_p=_first(params.min_p, 0.0), seed=secrets.randbits(64) if params.seed is None else params.seed,
+            min_p=_first(params.min_p, defaults.min_p, 0.0),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
             choice=0, min_tokens=params.min_tokens, suppressed_token_ids=suppressed)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:

@@ -39,7 +39,6 @@ class ModelConfig:
     """Longest sequence the model was trained for, in tokens."""
     norm_eps: float
     rope: RopeConfig
-    activation: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -59,7 +58,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What the checkpoint says about ending and sampling (generation_config.json or GGUF metadata)."""
+    """What the checkpoint says about ending and sampling (generation_config.json or GGUF metadata); None: nothing."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -67,3 +66,4 @@ class GenerationDefaults:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None

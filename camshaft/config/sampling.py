@@ -34,9 +34,12 @@ class SamplingFields:
     min_tokens: Annotated[int, Doc("No stop of any kind before this many tokens.")] = 0
     temperature: Annotated[float | None, Doc("Divides the logits; 0 is greedy; default: the checkpoint's, else "
                                              "greedy.")] = None
-    top_k: Annotated[int | None, Doc("Sample among the k likeliest tokens; 0 or None: all.")] = None
-    top_p: Annotated[float | None, Doc("Sample among the likeliest tokens whose probabilities reach p.")] = None
-    min_p: Annotated[float | None, Doc("Drop tokens less likely than min_p times the likeliest.")] = None
+    top_k: Annotated[int | None, Doc("Sample among the k likeliest tokens; 0: all; default: the checkpoint's, "
+                                         "else all.")] = None
+    top_p: Annotated[float | None, Doc("Sample among the likeliest tokens whose probabilities reach p; default: "
+                                           "the checkpoint's, else 1.")] = None
+    min_p: Annotated[float | None, Doc("Drop tokens less likely than min_p times the likeliest; default: the "
+                                           "checkpoint's, else 0.")] = None
     seed: Annotated[int | None, Doc("Same seed, same prompt, same tokens; default: drawn anew.")] = None
     stop: Annotated[str | tuple[str, ...] | None, Doc("Strings that end the output.")] = None
     stop_token_ids: Annotated[tuple[int, ...] | None, Doc("Token ids that end the output.")] = None

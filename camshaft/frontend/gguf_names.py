@@ -204,7 +204,8 @@ def generation_defaults(values: dict[str, Any]) -> GenerationDefaults:
     return GenerationDefaults(
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)), bos_token_id=token_id("bos"),
         pad_token_id=token_id("padding"), temperature=_number(values, "general.sampling.temp", 100),
-        top_k=None if top_k is None else int(top_k), top_p=_number(values, "general.sampling.top_p", 1))
+        top_k=None if top_k is None else int(top_k), top_p=_number(values, "general.sampling.top_p", 1),
+        min_p=_number(values, "general.sampling.min_p", 1))
 
 
 def _number(values: dict[str, Any], key: str, bound: float) -> float | None:

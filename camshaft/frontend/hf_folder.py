@@ -21,6 +21,11 @@ from camshaft.models.config_fields import MAX_SIZE
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
+_UNSUPPORTED_GENERATION = {
+    "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_no_repeat_ngram_size": 0,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1,
+    "penalty_alpha": 0.0, "repetition_penalty": 1.0, "sequence_bias": None, "suppress_tokens": None, "typical_p": 1.0}
+"""What a generation_config.json may ask for and gets a warning, with the value at which it changes nothing."""
 _STORAGE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -124,6 +129,7 @@ def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefa
     Sampling settings count only where the file turns sampling on (``do_sample``), as in transformers.
     """
     own = _read_json(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+    _warn_of_unsupported(own)
 
     def ids(name: str) -> tuple[int, ...]:
         source, data = (_GENERATION, own) if own.get(name) is not None else (_CONFIG, config)
@@ -134,14 +140,22 @@ def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefa
         return found[0] if found else None
 
     sampled = own if own.get("do_sample") is True else {}
-    temperature, top_k, top_p = (_sampling_number(sampled, name, bound)
-                                 for name, bound in (("temperature", 100), ("top_k", MAX_SIZE), ("top_p", 1)))
+    temperature, top_k, top_p, min_p = (_sampling_number(sampled, name, bound) for name, bound in (
+        ("temperature", 100), ("top_k", MAX_SIZE), ("top_p", 1), ("min_p", 1)))
     if top_k is not None and top_k != int(top_k):
         raise CheckpointError(f"{_GENERATION} top_k", top_k, "a whole number, or null")
     return GenerationDefaults(
         eos_token_ids=ids("eos_token_id"), bos_token_id=first("bos_token_id"), pad_token_id=first("pad_token_id"),
         temperature=1.0 if sampled and temperature is None else temperature,
-        top_k=None if top_k is None else int(top_k), top_p=top_p)
+        top_k=None if top_k is None else int(top_k), top_p=top_p, min_p=min_p)
+
+
+def _warn_of_unsupported(own: dict[str, Any]) -> None:
+    asked = {name: own[name] for name, neutral in _UNSUPPORTED_GENERATION.items()
+             if own.get(name) not in (None, neutral)}
+    if asked:
+        logger.warning("%s asks for %s, which this version does not do: the model may answer differently than its "
+                       "makers meant", _GENERATION, ", ".join(f"{name}={value!r}" for name, value in asked.items()))
 
 
 def _sampling_number(sampled: dict[str, Any], name: str, bound: int) -> float | None:

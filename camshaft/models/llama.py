@@ -100,7 +100,7 @@ class Llama(ModelFamily):
             architecture=architecture, vocab_size=int_field(data, "vocab_size"), hidden_size=hidden,
             intermediate_size=int_field(data, "intermediate_size"), num_layers=int_field(data, "num_hidden_layers"),
             num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, max_position=max_position,
-            norm_eps=float_field(data, "rms_norm_eps", 1e-6), rope=rope_field(data), activation="silu",
+            norm_eps=float_field(data, "rms_norm_eps", 1e-6), rope=rope_field(data),
             tie_word_embeddings=bool_field(data, "tie_word_embeddings", False),
             attention_bias=not mistral and bool_field(data, "attention_bias", False),
             mlp_bias=not mistral and bool_field(data, "mlp_bias", False),

@@ -70,6 +70,21 @@ def test_sampling_defaults_count_only_where_sampling_is_on(folder, changes, expe
     assert (generation.temperature, generation.top_k, generation.top_p) == expected
 
 
+@pytest.mark.parametrize(("do_sample", "expected"), [(True, 0.05), (False, None)])
+def test_min_p_is_a_sampling_default_too(folder, do_sample, expected):
+    edit_json(folder / "generation_config.json", do_sample=do_sample, min_p=0.05)
+    assert open_checkpoint(folder).generation.min_p == expected
+
+
+@pytest.mark.parametrize(("setting", "warned"), [
+    ({"repetition_penalty": 1.1}, True), ({"no_repeat_ngram_size": 3}, True), ({"suppress_tokens": [5]}, True),
+    ({"num_beams": 4}, True), ({"repetition_penalty": 1.0}, False), ({"repetition_penalty": None}, False), ({}, False)])
+def test_generation_settings_that_nothing_obeys_are_named(folder, caplog, setting, warned):
+    edit_json(folder / "generation_config.json", **setting)
+    open_checkpoint(folder)
+    assert (next(iter(setting), "asks for") in caplog.text) == warned
+
+
 @pytest.mark.parametrize(("file", "changes", "named"), [
     ("generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id"),
     ("generation_config.json", {"eos_token_id": [1, -2]}, "eos_token_id"),

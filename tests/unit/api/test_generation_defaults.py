@@ -1,0 +1,48 @@
+"""Where a request's sampling values come from: its own, else the checkpoint's, else the default."""
+
+import pytest
+
+from camshaft.api.front import Front
+from camshaft.config.model import GenerationDefaults
+from camshaft.config.sampling import SamplingParams
+from camshaft.executor.messages import PrefixScope
+
+
+@pytest.fixture
+def asked():
+    """What the executor is asked for a request of these parameters under these checkpoint defaults."""
+    fronts = []
+
+    def ask(params, **defaults):
+        requests = []
+        front = Front(None, GenerationDefaults(**defaults), vocab_size=100, scope=PrefixScope(model="test"))
+        front.start(requests.append, lambda request_id: None)
+        fronts.append(front)
+        front.submit(None, [1, 2], SamplingParams(detokenize=False, **params))
+        return requests[0]
+
+    yield ask
+    for front in fronts:
+        front.stop()
+
+
+@pytest.mark.parametrize(("name", "own", "checkpoint", "default"), [
+    ("temperature", 0.0, 0.6, 0.0), ("top_k", 0, 20, 0), ("top_p", 1.0, 0.9, 1.0), ("min_p", 0.0, 0.05, 0.0)])
+def test_own_value_then_the_checkpoints_then_the_default(asked, name, own, checkpoint, default):
+    assert getattr(asked({}).sampling, name) == default
+    assert getattr(asked({}, **{name: checkpoint}).sampling, name) == checkpoint
+    assert getattr(asked({name: own}, **{name: checkpoint}).sampling, name) == own
+
+
+def test_ends_are_the_checkpoints_unless_replaced_or_ignored_and_the_callers_always(asked):
+    ends = {"eos_token_ids": (7, 8)}
+    assert asked({}, **ends).stop_token_ids == {7, 8}
+    assert asked({"stop_token_ids": [5]}, **ends).stop_token_ids == {5, 7, 8}
+    assert asked({"end_id": 9}, **ends).stop_token_ids == {9}
+    assert asked({"ignore_eos": True, "stop_token_ids": [5]}, **ends).stop_token_ids == {5}
+    assert asked({"ignore_eos": True, "end_id": 9}, **ends).stop_token_ids == set()
+
+
+def test_a_seed_is_kept_and_otherwise_drawn_anew(asked):
+    assert asked({"seed": 2**64 - 1}).sampling.seed == 2**64 - 1
+    assert asked({}).sampling.seed != asked({}).sampling.seed
