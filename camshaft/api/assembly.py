@@ -19,8 +19,10 @@ from camshaft.builder.cache import cached_engine
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
 from camshaft.config.sampling import SamplingParams
+from camshaft.core.errors import InternalError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine
+from camshaft.executor.capacity import CAPACITY_POLICIES
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
 from camshaft.executor.messages import PrefixScope
@@ -81,6 +83,7 @@ class Assembly:
 def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, scheduler: SchedulerConfig,
              skip_tokenizer: bool) -> Assembly:
     """Build or load the engine of ``source`` and start it."""
+    CAPACITY_POLICIES.get(scheduler.capacity_policy)  # an unknown name is refused before anything is built
     path, name = source.resolve()
     engine = cached_engine(path, None if build == BuildConfig() else build, use_cache=source.use_cache,
                            show_progress=source.show_progress)
@@ -113,7 +116,7 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
 
 def _known(length: int | None) -> int:
     if length is None:
-        raise AssertionError("an engine's build configuration is resolved")
+        raise InternalError("the engine's build configuration is not resolved")
     return length
 
 

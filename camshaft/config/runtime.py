@@ -6,10 +6,8 @@ import dataclasses
 from typing import Annotated
 
 from camshaft.config.build import BuildConfig
-from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_choice, check_int, check_range
+from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_int, check_range
 from camshaft.core.errors import UserError
-
-CAPACITY_POLICIES = ("guaranteed_no_evict",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,9 @@ class SchedulerConfig:
                                              "default 0 on a CPU, 1 on a GPU.")] = None
 
     def __post_init__(self) -> None:
-        check_choice("scheduler.capacity_policy", self.capacity_policy, CAPACITY_POLICIES)
+        # which names there are is the registry's to say, so that a policy of one's own can be asked for
+        if not isinstance(self.capacity_policy, str) or not self.capacity_policy:
+            raise UserError("scheduler.capacity_policy", self.capacity_policy, "the name of a capacity policy")
         for name in ("max_batch_size", "max_num_tokens", "context_chunk_tokens"):
             value = getattr(self, name)
             if value is not None:

@@ -11,9 +11,9 @@ from camshaft.testing.executor_rig import ExecutorRig, RigConfig
 PROMPT = list(range(12))  # three pages of four
 
 
-def rig_of(*, depth=0, batch=4, tokens=32, chunk=None, **fields):
+def rig_of(*, depth=0, batch=4, tokens=32, chunk=None, policy="guaranteed_no_evict", **fields):
     scheduler = SchedulerConfig(max_batch_size=batch, max_num_tokens=tokens, context_chunk_tokens=chunk,
-                                overlap_depth=depth)
+                                overlap_depth=depth, capacity_policy=policy)
     return ExecutorRig(RigConfig(scheduler=scheduler, **fields))
 
 
@@ -159,8 +159,8 @@ def test_a_policy_is_a_class_under_a_name(monkeypatch):
         def has_room(self, demand, running):
             return running.num_used == 0
 
-    monkeypatch.setitem(CAPACITY_POLICIES._entries, "guaranteed_no_evict", OneAtATime)
-    rig = rig_of()
+    monkeypatch.setitem(CAPACITY_POLICIES._entries, "one_at_a_time", OneAtATime)
+    rig = rig_of(policy="one_at_a_time")
     for start in range(3):
         rig.add([start, 1], 5)
     while rig.executor.step():

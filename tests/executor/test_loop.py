@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from camshaft.config.build import BuildConfig
-from camshaft.config.runtime import CAPACITY_POLICIES as CONFIGURED_POLICIES
 from camshaft.config.runtime import SchedulerConfig, resolve_scheduler
 from camshaft.core.errors import (
     EngineDeadError,
@@ -428,5 +427,9 @@ def test_scheduler_configuration_resolves_against_the_engine():
             resolve_scheduler(SchedulerConfig(**wrong), build)
 
 
-def test_configured_policies_are_the_registered_ones():
-    assert tuple(sorted(CONFIGURED_POLICIES)) == CAPACITY_POLICIES.names()
+def test_a_policy_is_whatever_is_registered_and_nothing_else():
+    assert SchedulerConfig().capacity_policy in CAPACITY_POLICIES.names()
+    scheduler = SchedulerConfig(max_batch_size=4, max_num_tokens=16, overlap_depth=0, capacity_policy="first_of_mine")
+    with pytest.raises(UserError, match="guaranteed_no_evict") as refused:
+        ExecutorRig(RigConfig(scheduler=scheduler))
+    assert refused.value.field == "scheduler.capacity_policy"
