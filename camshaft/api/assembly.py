@@ -19,7 +19,7 @@ from camshaft.builder.cache import cached_engine
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
 from camshaft.config.sampling import SamplingParams
-from camshaft.core.errors import InternalError
+from camshaft.core.errors import InternalError, UserError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine
 from camshaft.executor.capacity import CAPACITY_POLICIES
@@ -123,7 +123,13 @@ def _known(length: int | None) -> int:
 def _template(files: dict[str, bytes]) -> ChatTemplate | None:
     from camshaft.api.tokenizer import read_settings
 
-    return ChatTemplate.from_files(files) if read_settings(files).get("chat_template") else None
+    if not read_settings(files).get("chat_template"):
+        return None
+    try:
+        return ChatTemplate.from_files(files)
+    except UserError as error:
+        logger.warning("this model's chat template cannot be used, only plain prompts: %s", error)
+        return None
 
 
 def _describe(engine: Engine, name: str, kv_cache: KvCacheConfig, scheduler: SchedulerConfig,

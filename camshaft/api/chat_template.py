@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from camshaft.api.tokenizer import named_special_tokens, read_settings
@@ -18,6 +18,9 @@ from camshaft.core.errors import UserError
 if TYPE_CHECKING:
     import jinja2
 
+_MAX_STEPS, _MAX_CHARACTERS = 10_000_000, 2**26
+"""Bounds of one rendering: rounds of loops and calls, and text. Templates come with models, which anyone publishes."""
+_BUDGET = "__camshaft_budget"
 _CONTENT_KINDS = (str, list, tuple, type(None))
 
 
@@ -36,11 +39,63 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Budget:
+    """What is left to one rendering."""
+
+    def __init__(self) -> None:
+        self._steps = _MAX_STEPS
+        self._characters = _MAX_CHARACTERS
+
+    def step(self) -> None:
+        """One round of a loop, or one call."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise self._refusal(f"{_MAX_STEPS} rounds of loops and calls")
+
+    def written(self, text: str) -> str:
+        """``text``, once it is known to fit."""
+        self._characters -= len(text)
+        if self._characters < 0:
+            raise self._refusal(f"{_MAX_CHARACTERS} characters")
+        return text
+
+    @staticmethod
+    def _refusal(bound: str) -> UserError:
+        return UserError("chat_template", f"more than {bound}", "a template that comes to an end",
+                         "Mend chat_template in tokenizer_config.json, or use generate() with a prompt")
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """The template, with every loop counting its rounds."""
+    from jinja2 import nodes
+
+    tree = _environment().parse(source)
+    for loop in tree.find_all(nodes.For):
+        loop.iter = nodes.Filter(loop.iter, _BUDGET, [], [], None, None, lineno=loop.lineno)
+    return _environment().from_string(tree)
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     """The environment Hugging Face templates expect. Importing Jinja is put off until a chat needs it."""
+    from jinja2 import pass_context
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Counting(ImmutableSandboxedEnvironment):
+        """Calls count as steps too, for macros may call themselves. ``parent`` is out of a template's reach."""
+
+        def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+            """See :class:`jinja2.sandbox.SandboxedEnvironment`, which names its arguments so too."""
+            __context.parent[_BUDGET].step()
+            return super().call(__context, __obj, *args, **kwargs)
+
+    @pass_context
+    def counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            context.parent[_BUDGET].step()
+            yield item
 
     class Generation(Extension):
         """``{% generation %}…{% endgeneration %}`` marks training targets; for a prompt the body is all there is."""
@@ -52,8 +107,8 @@ def _environment() -> jinja2.Environment:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[Generation, loopcontrols])
+    environment = Counting(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters[_BUDGET] = counted
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -99,7 +154,7 @@ class ChatTemplate:
 
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compiled(source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise UserError("chat_template", source, f"a valid Jinja template ({error}, line {line})",
@@ -129,12 +184,13 @@ class ChatTemplate:
                 raise UserError(f"tools[{index}]", tool, "a dict: {'type': 'function', 'function': {…}}")
         variables = {**self._special_tokens, **kwargs, "messages": checked, "tools": tools,
                      "add_generation_prompt": add_generation_prompt}
+        budget = variables[_BUDGET] = _Budget()
         try:
-            return self._template.render(variables)
+            return "".join(map(budget.written, self._template.generate(variables)))
         except UserError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
-                RecursionError) as error:
+                RecursionError, MemoryError) as error:
             raise UserError("messages", checked[-1], f"a conversation the chat template can render ({error})",
                             "Compare the messages with what the model's card shows") from error
 

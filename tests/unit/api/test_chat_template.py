@@ -143,3 +143,37 @@ def test_a_list_of_templates_gives_the_default_one():
 def test_no_template(template):
     with pytest.raises(UserError, match=r"this model has none.*generate\(\)"):
         ChatTemplate.from_files(files_with(template))
+
+
+HOSTILE = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for a in [1] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "endless text": "{% set x = 'x' * 1000000 %}{% for a in range(99999) %}{{ x }}{% endfor %}",
+    "own budget": "{% set __camshaft_budget = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+                  "{% endfor %}",
+    "other objects": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "other globals": "{{ raise_exception.__globals__.keys() }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "changing its input": "{{ messages.append(1) }}",
+    "file": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_templates_come_to_an_end_and_reach_nothing(source, monkeypatch):
+    monkeypatch.setattr("camshaft.api.chat_template._MAX_STEPS", 10_000)
+    monkeypatch.setattr("camshaft.api.chat_template._MAX_CHARACTERS", 10_000_000)
+    with pytest.raises(UserError):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+
+
+def test_counting_leaves_loops_as_they_are():
+    source = ("{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ m.content }}"
+              "{{ '' if loop.last else ',' }}{% else %}none{% endfor %}"
+              "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{{ loop.previtem }}{% endfor %}"
+              "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+              "{% for a in range(9) %}{% if a == 2 %}{% break %}{% endif %}{{ a }}{% endfor %}"
+              "{% for a in nothing %}{% else %}!{% endfor %}")
+    messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    assert ChatTemplate(source, {}).render(messages) == "1/2u,2/2ua112301!"

@@ -372,7 +372,7 @@ def test_a_build_killed_midway_leaves_a_usable_cache(model, builds):
 
 
 def test_a_cache_that_takes_no_files_is_given_up_at_once():
-    with pytest.raises(OSError, match="key.lock"), cache._Cache(Path("/proc"))._locked("key", 1.0):
+    with pytest.raises(OSError, match=r"key\.lock"), cache._Cache(Path("/proc"))._locked("key", 1.0):
         pass
 
 
