@@ -43,11 +43,14 @@ class Source:
     show_progress: bool
 
     def resolve(self) -> tuple[Path, str]:
-        """The path of the model, and what it is in words."""
+        """The path of the model, and what it is in words. UserError for a revision of the default model."""
         if self.model is not None:
             path = resolve_model(self.model, revision=self.revision, token=self.token,
                                  show_progress=self.show_progress)
             return path, str(self.model)
+        if self.revision is not None:
+            raise UserError("revision", self.revision, "left out, as the default model is one fixed version",
+                            "Give the model's hub id too")
         from camshaft.frontend.default_model import default_model
 
         found = default_model(self.show_progress)

@@ -115,9 +115,10 @@ class Front:
             abort(request_id)
 
     def _request(self, request_id: RequestId, token_ids: list[int], params: SamplingParams) -> GenerationRequest:
-        for token in (*(params.stop_token_ids or ()), *(() if params.end_id is None else (params.end_id,))):
+        given = (*(("stop_token_ids", token) for token in params.stop_token_ids or ()), ("end_id", params.end_id or 0))
+        for field, token in given:
             if token >= self._vocab_size:
-                raise UserError("stop_token_ids", token, f"token ids from 0 to {self._vocab_size - 1}")
+                raise UserError(field, token, f"token ids from 0 to {self._vocab_size - 1}")
         ends = self._generation.eos_token_ids if params.end_id is None else (params.end_id,)
         stops = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else ends)
         suppressed = np.array(sorted(stops), dtype=np.int32)

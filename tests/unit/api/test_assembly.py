@@ -14,3 +14,8 @@ def test_settings_are_refused_before_the_model_is_looked_for(tmp_path, settings,
     with pytest.raises(UserError) as refused:
         LLM(tmp_path / "no_such_model", **settings)
     assert refused.value.field == field
+
+
+def test_a_revision_of_the_default_model_is_refused_not_dropped():
+    with pytest.raises(UserError, match="revision"):
+        LLM(revision="main")

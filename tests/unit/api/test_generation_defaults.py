@@ -5,6 +5,7 @@ import pytest
 from camshaft.api.front import Front
 from camshaft.config.model import GenerationDefaults
 from camshaft.config.sampling import SamplingParams
+from camshaft.core.errors import UserError
 from camshaft.executor.messages import PrefixScope
 
 
@@ -41,6 +42,13 @@ def test_ends_are_the_checkpoints_unless_replaced_or_ignored_and_the_callers_alw
     assert asked({"end_id": 9}, **ends).stop_token_ids == {9}
     assert asked({"ignore_eos": True, "stop_token_ids": [5]}, **ends).stop_token_ids == {5}
     assert asked({"ignore_eos": True, "end_id": 9}, **ends).stop_token_ids == set()
+
+
+@pytest.mark.parametrize("params", [{"end_id": 100}, {"stop_token_ids": [3, 100]}])
+def test_an_id_beyond_the_vocabulary_is_refused_by_the_name_it_was_given_under(asked, params):
+    with pytest.raises(UserError) as refused:
+        asked(params)
+    assert refused.value.field == next(iter(params))
 
 
 def test_a_seed_is_kept_and_otherwise_drawn_anew(asked):
