@@ -34,13 +34,10 @@ from camshaft.kernels.op import OpCall, TensorInfo
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fPIC", "-fvisibility=default")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The dtype codes of ``native.h``."""
+"""The dtype codes of ``native.h``; kernels take only these."""
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_SECONDS = 300
 _FOLDER = Path(__file__).parent
-
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What ``native.h`` calls a dtype; kernels take only these."""
 
 
 class _BuildError(Exception):
