@@ -4,8 +4,8 @@ Owns the compiler's discovery, its flags and the library's file name. Where ther
 fails, the answer is None with the reason logged: callers then use the torch implementations.
 
 ``-ffast-math`` is left out on purpose: NaN and infinity must stay detectable. Sums are written with
-explicit lanes instead, which vectorises them and fixes their order. torch is imported first because its
-OpenMP runtime then serves ours too: one thread pool, sized by ``torch.get_num_threads()``.
+explicit lanes instead, which vectorises them and fixes their order. Threads are ``pool.c``'s, not OpenMP's: each
+call says how many may work on it (``torch.get_num_threads()``), and waiting ones do not hold cores others need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch  # its OpenMP runtime must be loaded before ours, so that both share one thread pool
+import torch
 
 from camshaft.core import env
 from camshaft.core.device import probe_cpu
@@ -31,7 +31,7 @@ from camshaft.core.errors import EngineCorruptError
 from camshaft.core.log import logger
 from camshaft.kernels.op import OpCall, TensorInfo
 
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-pthread", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fPIC", "-fvisibility=default")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtype codes of ``native.h``; kernels take only these."""
@@ -47,6 +47,11 @@ class _BuildError(Exception):
 def source_files() -> tuple[Path, ...]:
     """Every family's ``cpu.c``, sorted."""
     return tuple(sorted(_FOLDER.glob("*/cpu.c")))
+
+
+def _all_sources() -> tuple[Path, ...]:
+    """The families' files, and those that serve all of them."""
+    return (*source_files(), *sorted(_FOLDER.glob("*.c")))
 
 
 def find_compiler() -> str | None:
@@ -79,7 +84,7 @@ def _fingerprint(compiler: str) -> str:
     cpu = probe_cpu()
     facts = (compiler, _compiler_version(compiler), *FLAGS, cpu.name, *cpu.features)
     digest.update("\0".join(facts).encode())
-    for path in (*source_files(), *sorted(_FOLDER.glob("**/*.h"))):
+    for path in (*_all_sources(), *sorted(_FOLDER.glob("**/*.h"))):
         digest.update(str(path.relative_to(_FOLDER)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -130,8 +135,8 @@ def compile_library(folder: Path) -> Path | None:
 def _compile(compiler: str, folder: Path, target: Path) -> None:
     command = [*shlex.split(compiler), *FLAGS]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compile-") as scratch:
-        sources = source_files()
-        objects = [str(Path(scratch) / f"{source.parent.name}.o") for source in sources]
+        sources = _all_sources()
+        objects = [str(Path(scratch) / f"{source.parent.name}-{source.stem}.o") for source in sources]
         commands = [[*command, "-c", f"-I{_FOLDER}", str(source), "-o", made]
                     for source, made in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(max_workers=max(1, probe_cpu().num_threads)) as pool:

@@ -1,7 +1,9 @@
 /* Gated activations: out[r, i] = f(gate_up[r, i]) * gate_up[r, size + i]. */
 #include "native.h"
+#include "pool.h"
 
 #define MIN_PARALLEL_VALUES 16384
+#define CHUNK_VALUES 4096
 
 enum { SILU, GELU_TANH, GELU };
 
@@ -50,14 +52,20 @@ typedef struct {
     int form, kind, threads;
 } call;
 
-int camshaft_gated(const call *c) {
-#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->rows * c->size > MIN_PARALLEL_VALUES)
-    for (long r = 0; r < c->rows; r++) {
+static void some_rows(void *context, long first, long last, int seat) {
+    const call *c = context;
+    (void)seat;
+    for (long r = first; r < last; r++) {
         const void *gate = at(c->gate_up, r * c->stride, c->kind), *up = at(gate, c->size, c->kind);
         void *to = at_mut(c->out, r * c->size, c->kind);
         if (c->form == SILU) row_of(gate, up, to, c->size, SILU, c->kind);
         else if (c->form == GELU_TANH) row_of(gate, up, to, c->size, GELU_TANH, c->kind);
         else row_of(gate, up, to, c->size, GELU, c->kind);
     }
+}
+
+int camshaft_gated(call *c) {
+    int threads = c->rows * c->size > MIN_PARALLEL_VALUES ? c->threads : 1;
+    pool_run(c->rows, pool_grain(CHUNK_VALUES, c->size), threads, some_rows, c);
     return 0;
 }

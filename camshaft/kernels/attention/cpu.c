@@ -9,12 +9,15 @@
 #include <stdlib.h>
 
 #include "native.h"
+#include "pool.h"
 
 #define BLOCK 64
 #define QUERY_ROWS 64 /* query rows (tokens x heads of a group) that share one pass over the keys */
 #define KEPT_FLOATS (8l << 20) /* most memory for partials when blocks are shared out */
 #define SERIAL_PRODUCTS 50000 /* less work than this costs less than waking threads */
 #define ALIGNMENT 64
+#define STACK_BYTES 65536l /* what a token or two of one row need */
+#define JOINED_FLOATS 16384 /* merged before a thread goes for more */
 #define TILE 4
 #if LANES == 16
 #define WIDE 4
@@ -22,20 +25,16 @@
 #define WIDE 2
 #endif
 
+/* Sizes and strides are in elements; `window` is at least 1. */
 typedef struct {
     const void *q;
-    long q_token, q_head; /* strides in elements */
-    int q_kind;
     void *out;
     const void *pool;
-    int pool_kind;
-    const int32_t *table;
-    long table_row;
-    const int32_t *starts, *lens;
-    long rows, heads, kv_heads, page, dim;
-    float scale;
-    long window;
-    float softcap; /* 0: none */
+    const int32_t *table, *starts, *lens;
+    long q_token, q_head, table_row;
+    long rows, tokens, heads, kv_heads, page, dim, window;
+    float scale, softcap; /* no cap: 0 */
+    int q_kind, pool_kind, threads;
 } job;
 
 /* Some queries of one row: tokens [first, first + count) of the packed step, the first at `position`. */
@@ -51,7 +50,6 @@ typedef struct {
 typedef struct {
     float *q, *keys, *values, *scores;
     partial block, total;
-    void *memory;
 } scratch;
 
 static long padded(long dim) { return (dim + LANES - 1) / LANES * LANES; }
@@ -64,18 +62,21 @@ static partial partial_at(float *memory, long m, long dim) {
     return (partial){memory, memory + m * padded(dim), memory + m * padded(dim) + m};
 }
 
-static int scratch_open(scratch *s, long m, long dim) {
-    long wide = padded(dim), floats = m * wide + 2 * BLOCK * wide + m * BLOCK + 2 * partial_floats(m, dim);
-    s->memory = malloc((size_t)floats * sizeof(float) + ALIGNMENT);
-    if (!s->memory) return 0;
-    float *next = (float *)(((uintptr_t)s->memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
-    s->q = next, next += m * wide;
-    s->keys = next, next += BLOCK * wide;
-    s->values = next, next += BLOCK * wide;
-    s->scores = next, next += m * BLOCK;
-    s->block = partial_at(next, m, dim), next += partial_floats(m, dim);
-    s->total = partial_at(next, m, dim);
-    return 1;
+static long scratch_floats(long m, long dim) {
+    long floats = m * padded(dim) + 2 * BLOCK * padded(dim) + m * BLOCK + 2 * partial_floats(m, dim);
+    return (floats + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static scratch scratch_at(float *next, long m, long dim) {
+    scratch s;
+    long wide = padded(dim);
+    s.q = next, next += m * wide;
+    s.keys = next, next += BLOCK * wide;
+    s.values = next, next += BLOCK * wide;
+    s.scores = next, next += m * BLOCK;
+    s.block = partial_at(next, m, dim), next += partial_floats(m, dim);
+    s.total = partial_at(next, m, dim);
+    return s;
 }
 
 INLINE vfloat get(const float *from) { return load(from, KIND_F32); }
@@ -331,104 +332,109 @@ static void finish(const job *j, const queries *u, long head, partial total) {
     }
 }
 
-/* Cuts the step into queries; returns how many, and through `blocks` their blocks in all. */
-static long plan(const job *j, queries *units, long *blocks) {
-    long count = 0, tokens = larger(1, QUERY_ROWS * j->kv_heads / j->heads);
-    *blocks = 0;
+/* A step on its way: its queries, what each seat works in, and kept partials where blocks are shared out. */
+typedef struct {
+    const job *j;
+    queries *units;
+    float *seats, *kept;
+    long count, blocks, m; /* queries, their blocks in all, and most query rows of one */
+} step;
+
+static long tokens_together(const job *j) { return larger(1, QUERY_ROWS * j->kv_heads / j->heads); }
+
+/* Cuts the step into queries, writing them where there is room, and counts them. */
+static void cut(step *s) {
+    const job *j = s->j;
+    long tokens = tokens_together(j), group = j->heads / j->kv_heads;
+    s->count = s->blocks = s->m = 0;
     for (long row = 0; row < j->rows; row++) {
         long end = j->starts[row + 1], before = j->lens[row] - end;
         for (long first = j->starts[row]; first < end; first += tokens) {
             queries u = {row, first, smaller(tokens, end - first), before + first, 0, 0};
             u.block_from = larger(0, u.position - j->window + 1) / BLOCK;
             u.block_to = (u.position + u.count + BLOCK - 1) / BLOCK;
-            *blocks += u.block_to - u.block_from;
-            units[count++] = u;
+            s->blocks += u.block_to - u.block_from;
+            s->m = larger(s->m, u.count * group);
+            if (s->units) s->units[s->count] = u;
+            s->count++;
         }
     }
-    return count;
+}
+
+static scratch seat_of(const step *s, int seat) {
+    return scratch_at(s->seats + seat * scratch_floats(s->m, s->j->dim), s->m, s->j->dim);
 }
 
 /* Enough independent work for every thread: each (queries, KV head) goes through its blocks alone. */
-static int run_whole(const job *j, const queries *units, long count, long m, int threads) {
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        scratch s;
-        failed = !scratch_open(&s, m, j->dim);
-#pragma omp for schedule(dynamic, 1)
-        for (long index = 0; index < count * j->kv_heads; index++) {
-            const queries *u = units + count - 1 - index / j->kv_heads; /* long ones first, to end together */
-            long head = index % j->kv_heads, rows = u->count * (j->heads / j->kv_heads);
-            if (failed) continue;
-            load_queries(j, &s, u, head);
-            start(s.total, rows, j->dim);
-            for (long b = u->block_from; b < u->block_to; b++) {
-                attend_block(j, &s, u, head, b, s.block);
-                merge(s.total, s.block, rows, j->dim);
-            }
-            finish(j, u, head, s.total);
+static void whole(void *context, long first, long last, int seat) {
+    const step *s = context;
+    const job *j = s->j;
+    scratch space = seat_of(s, seat);
+    for (long index = first; index < last; index++) {
+        const queries *u = s->units + s->count - 1 - index / j->kv_heads; /* long ones first, to end together */
+        long head = index % j->kv_heads, rows = u->count * (j->heads / j->kv_heads);
+        load_queries(j, &space, u, head);
+        start(space.total, rows, j->dim);
+        for (long b = u->block_from; b < u->block_to; b++) {
+            attend_block(j, &space, u, head, b, space.block);
+            merge(space.total, space.block, rows, j->dim);
         }
-        free(s.memory);
+        finish(j, u, head, space.total);
     }
-    return failed;
 }
 
-/* Little independent work: threads share out (queries, KV head, block) and merge the kept partials afterwards. */
-static int run_split(const job *j, const queries *units, long count, long blocks, long m, int threads) {
-    long each = partial_floats(m, j->dim), tasks = blocks * j->kv_heads;
-    float *kept = malloc((size_t)(tasks * each) * sizeof(float));
-    if (!kept) return 1;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        scratch s;
-        failed = !scratch_open(&s, m, j->dim);
-        long loaded = -1;
-#pragma omp for schedule(static)
-        for (long task = 0; task < tasks; task++) {
-            long head = task / blocks, block = task % blocks, index = 0;
-            while (block >= units[index].block_to - units[index].block_from)
-                block -= units[index].block_to - units[index].block_from, index++;
-            if (failed) continue;
-            if (loaded != head * count + index) load_queries(j, &s, units + index, head);
-            loaded = head * count + index;
-            attend_block(j, &s, units + index, head, units[index].block_from + block,
-                         partial_at(kept + task * each, m, j->dim));
-        }
-#pragma omp for schedule(static)
-        for (long index = 0; index < count * j->kv_heads; index++) {
-            const queries *u = units + index % count;
-            long head = index / count, rows = u->count * (j->heads / j->kv_heads), task = head * blocks;
-            if (failed) continue;
-            for (const queries *before = units; before < u; before++) task += before->block_to - before->block_from;
-            start(s.total, rows, j->dim);
-            for (long b = u->block_from; b < u->block_to; b++, task++)
-                merge(s.total, partial_at(kept + task * each, m, j->dim), rows, j->dim);
-            finish(j, u, head, s.total);
-        }
-        free(s.memory);
+/* Little independent work: threads share out (queries, KV head, block), and what they keep is merged afterwards. */
+static void split(void *context, long first, long last, int seat) {
+    const step *s = context;
+    const job *j = s->j;
+    scratch space = seat_of(s, seat);
+    const queries *loaded = 0;
+    for (long task = first; task < last; task++) {
+        long head = task / s->blocks, block = task % s->blocks;
+        const queries *u = s->units;
+        for (; block >= u->block_to - u->block_from; u++) block -= u->block_to - u->block_from;
+        if (task == first || block == 0 || loaded != u) load_queries(j, &space, u, head);
+        loaded = u;
+        attend_block(j, &space, u, head, u->block_from + block,
+                     partial_at(s->kept + task * partial_floats(s->m, j->dim), s->m, j->dim));
     }
-    free(kept);
-    return failed;
 }
 
-/* Returns 0, or 1 when memory ran out. Sizes and strides are in elements; `window` is at least 1. */
-int camshaft_paged_attention(const void *q, long q_token, long q_head, int q_kind, void *out, const void *pool,
-                             int pool_kind, const int32_t *table, long table_row, const int32_t *starts,
-                             const int32_t *lens, long rows, long tokens, long heads, long kv_heads, long page,
-                             long dim, float scale, long window, float softcap, int threads) {
-    job j = {q, q_token, q_head, q_kind, out, pool, pool_kind, table, table_row, starts, lens, rows, heads, kv_heads,
-             page, dim, scale, window, softcap};
-    long group = heads / kv_heads, blocks, m = 0;
-    queries *units = malloc((size_t)(tokens + rows + 1) * sizeof(queries));
-    if (!units) return 1;
-    long count = plan(&j, units, &blocks);
-    for (long i = 0; i < count; i++) m = larger(m, units[i].count * group);
-    int failed = 0;
-    if (blocks * kv_heads * m * BLOCK * dim < SERIAL_PRODUCTS) threads = 1;
-    int few = count * kv_heads < 4 * threads && blocks * kv_heads * partial_floats(m, dim) < KEPT_FLOATS;
-    if (count && threads > 1 && few) failed = run_split(&j, units, count, blocks, m, threads);
-    else if (count) failed = run_whole(&j, units, count, m, threads);
-    free(units);
-    return failed;
+static void join(void *context, long first, long last, int seat) {
+    const step *s = context;
+    const job *j = s->j;
+    scratch space = seat_of(s, seat);
+    for (long index = first; index < last; index++) {
+        const queries *u = s->units + index % s->count;
+        long head = index / s->count, rows = u->count * (j->heads / j->kv_heads), task = head * s->blocks;
+        for (const queries *before = s->units; before < u; before++) task += before->block_to - before->block_from;
+        start(space.total, rows, j->dim);
+        for (long b = u->block_from; b < u->block_to; b++, task++)
+            merge(space.total, partial_at(s->kept + task * partial_floats(s->m, j->dim), s->m, j->dim), rows, j->dim);
+        finish(j, u, head, space.total);
+    }
+}
+
+/* Returns 0, or 1 when memory ran out. */
+int camshaft_paged_attention(const job *j) {
+    char stack[STACK_BYTES], *memory = stack;
+    step s = {j, 0, 0, 0, 0, 0, 0};
+    cut(&s);
+    if (!s.count) return 0;
+    long each = partial_floats(s.m, j->dim), items = s.count * j->kv_heads, tasks = s.blocks * j->kv_heads;
+    int threads = tasks * s.m * BLOCK * j->dim < SERIAL_PRODUCTS ? 1 : j->threads;
+    int few = threads > 1 && items < 4 * threads && tasks * each < KEPT_FLOATS;
+    long floats = threads * scratch_floats(s.m, j->dim) + (few ? tasks * each : 0);
+    size_t bytes = (size_t)floats * sizeof(float) + (size_t)s.count * sizeof(queries) + ALIGNMENT;
+    if (bytes > STACK_BYTES && !(memory = malloc(bytes))) return 1;
+    s.seats = (float *)(((uintptr_t)memory + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    s.kept = s.seats + threads * scratch_floats(s.m, j->dim);
+    s.units = (queries *)(((uintptr_t)(s.seats + floats)));
+    cut(&s);
+    if (few) {
+        pool_run(tasks, 1, threads, split, &s);
+        pool_run(items, pool_grain(JOINED_FLOATS, s.m * each * s.blocks / s.count), threads, join, &s);
+    } else pool_run(items, 1, threads, whole, &s);
+    if (memory != stack) free(memory);
+    return 0;
 }

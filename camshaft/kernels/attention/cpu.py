@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from camshaft.kernels.attention.ref import attend, paged_attention_op
-from camshaft.kernels.native import KINDS
+from camshaft.kernels.native import KINDS, entry
 from camshaft.kernels.op import OpCall, TensorInfo
 
 _NO_WINDOW = 1 << 40
@@ -32,11 +32,7 @@ def _supports(call: OpCall) -> str | None:
 @paged_attention_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
 def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """Bind ``camshaft_paged_attention``. The result raises MemoryError where scratch memory cannot be had."""
-    run = library.camshaft_paged_attention
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, number, kind, address, address, kind, address, number, address, address,
-                    *(number,) * 6, ctypes.c_float, number, ctypes.c_float, kind)
-    run.restype = kind
+    run, pack = entry(library, "camshaft_paged_attention", "PPPPPPllllllllllffiii")
     kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
 
     def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
@@ -49,11 +45,10 @@ def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
             token_stride, head_stride = heads * dim, dim
         out = empty((tokens, heads, dim), dtype=q.dtype)
         _, _, kv_heads, page_size, _ = kv_pool.shape
-        failed = run(q.data_ptr(), token_stride, head_stride, kinds[q.dtype], out.data_ptr(), kv_pool.data_ptr(),
-                     kinds[kv_pool.dtype], page_table.data_ptr(), page_table.stride(0), query_start.data_ptr(),
-                     seq_lens.data_ptr(), seq_lens.shape[0], tokens, heads, kv_heads, page_size, dim, scale,
-                     _NO_WINDOW if window is None else window, softcap or 0.0, num_threads())
-        if failed:
+        if run(pack(q.data_ptr(), out.data_ptr(), kv_pool.data_ptr(), page_table.data_ptr(), query_start.data_ptr(),
+                    seq_lens.data_ptr(), token_stride, head_stride, page_table.stride(0), seq_lens.shape[0], tokens,
+                    heads, kv_heads, page_size, dim, _NO_WINDOW if window is None else window, scale, softcap or 0.0,
+                    kinds[q.dtype], kinds[kv_pool.dtype], num_threads())):
             raise MemoryError("paged_attention: no memory for scratch space")
         return out
 

@@ -1,13 +1,14 @@
 /* y[T,N] = x[T,K] * weight[N,K]^T + bias[N], bound by how fast weights stream from memory.
  *
  * Every output is one accumulator of LANES partial sums walking k upwards, whatever T is: the result of a row
- * never depends on its neighbours in the batch. Each thread owns a contiguous range of weight rows. For one
+ * never depends on its neighbours in the batch. A chunk of work is a range of weight rows. For one
  * token (a few, where 16-bit weights are widened on the way), rows go by one at a time: a single linear stream
  * that the hardware prefetches. For more, ROWS x TOKENS tiles are held in registers, and while a block of rows
  * is used from the first-level cache the next one is fetched. */
 #include "native.h"
+#include "pool.h"
 
-#include <omp.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #define STREAM_TOKENS_F32 1
@@ -20,6 +21,9 @@
 #endif
 #define TILE_BYTES (192 * 1024)
 #define MIN_PARALLEL_PRODUCTS 32768
+#define CHUNK_PRODUCTS 65536
+#define CHUNKS_A_THREAD 16  /* where x is read again for every chunk: few of them, yet enough to end together */
+#define WIDENING_BANDS 16   /* fewer would not pay for turning x into fp32 */
 
 /* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. bias may be null. */
 typedef struct {
@@ -178,16 +182,27 @@ static int share(const Product *p, long first, long last) {
     return 0;
 }
 
+typedef struct {
+    const Product *product;
+    atomic_int failed;
+} Job;
+
+static void some_bands(void *context, long first, long last, int seat) {
+    Job *job = context;
+    const Product *p = job->product;
+    (void)seat;
+    if (share(p, first * ROWS, last * ROWS < p->rows ? last * ROWS : p->rows)) atomic_store(&job->failed, 1);
+}
+
 /* Returns 1 without memory. */
 int camshaft_linear(const Product *p) {
-    int failed = 0;
     if (p->tokens == 0 || p->rows == 0) return 0;
-#pragma omp parallel num_threads(p->threads) reduction(| : failed) \
-    if (p->tokens * p->rows * p->depth > MIN_PARALLEL_PRODUCTS)
-    {
-        long count = omp_get_num_threads(), index = omp_get_thread_num(), bands = (p->rows + ROWS - 1) / ROWS;
-        long first = bands * index / count * ROWS, last = bands * (index + 1) / count * ROWS;
-        failed |= share(p, first, last < p->rows ? last : p->rows);
-    }
-    return failed;
+    Job job = {p, 0};
+    long products = p->tokens * p->depth * ROWS, bands = (p->rows + ROWS - 1) / ROWS;
+    long grain = pool_grain(CHUNK_PRODUCTS, products);
+    if (p->tokens > STREAM_TOKENS_F32 && grain < bands / (CHUNKS_A_THREAD * p->threads))
+        grain = bands / (CHUNKS_A_THREAD * p->threads);
+    if (p->kind != KIND_F32 && grain < WIDENING_BANDS) grain = WIDENING_BANDS;
+    pool_run(bands, grain, bands * products > MIN_PARALLEL_PRODUCTS ? p->threads : 1, some_bands, &job);
+    return atomic_load(&job.failed);
 }

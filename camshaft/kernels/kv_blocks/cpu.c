@@ -1,5 +1,9 @@
 /* Writes a step's keys and values into their pages, cast to the pool's dtype. */
 #include "native.h"
+#include "pool.h"
+
+#define MIN_PARALLEL_VALUES 65536 /* below this, calling on threads costs more than the copy */
+#define CHUNK_VALUES 16384
 
 typedef struct {
     const void *data;
@@ -19,19 +23,31 @@ INLINE void copy_head(const void *from, int from_kind, void *to, int to_kind, lo
     }
 }
 
-/* k, v: [tokens, heads, dim] of `kind`; pool: [pages, 2, heads, page, dim] of `pool_kind`; a slot is
+/* Sides k and v: [tokens, heads, dim] of `kind`; pool: [pages, 2, heads, page, dim] of `pool_kind`; a slot is
  * page index * page size + offset. */
-void camshaft_kv_write(const void *k, long k_token, long k_head, const void *v, long v_token, long v_head, int kind,
-                       void *pool, int pool_kind, const int64_t *slots, long tokens, long heads, long page, long dim,
-                       int threads) {
-    const rows sides[2] = {{k, k_token, k_head}, {v, v_token, v_head}};
-    const long parallel_floats = 1 << 16; /* below this, starting threads costs more than the copy */
-#pragma omp parallel for num_threads(threads) if (tokens * heads * dim > parallel_floats)
-    for (long t = 0; t < tokens; t++)
+typedef struct {
+    rows sides[2];
+    void *pool;
+    const int64_t *slots;
+    long tokens, heads, page, dim;
+    int kind, pool_kind, threads;
+} call;
+
+static void some_tokens(void *context, long first, long last, int seat) {
+    const call *c = context;
+    (void)seat;
+    for (long t = first; t < last; t++)
         for (int side = 0; side < 2; side++)
-            for (long h = 0; h < heads; h++) {
-                long line = ((slots[t] / page * 2 + side) * heads + h) * page + slots[t] % page;
-                const void *from = at(sides[side].data, t * sides[side].token + h * sides[side].head, kind);
-                copy_head(from, kind, at_mut(pool, line * dim, pool_kind), pool_kind, dim);
+            for (long h = 0; h < c->heads; h++) {
+                long line = ((c->slots[t] / c->page * 2 + side) * c->heads + h) * c->page + c->slots[t] % c->page;
+                const void *from = at(c->sides[side].data, t * c->sides[side].token + h * c->sides[side].head, c->kind);
+                copy_head(from, c->kind, at_mut(c->pool, line * c->dim, c->pool_kind), c->pool_kind, c->dim);
             }
+}
+
+int camshaft_kv_write(call *c) {
+    long values = c->heads * c->dim;
+    int threads = c->tokens * values > MIN_PARALLEL_VALUES ? c->threads : 1;
+    pool_run(c->tokens, pool_grain(CHUNK_VALUES, values), threads, some_tokens, c);
+    return 0;
 }

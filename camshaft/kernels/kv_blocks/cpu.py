@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from camshaft.kernels.kv_blocks.ref import kv_write_op
-from camshaft.kernels.native import KINDS
+from camshaft.kernels.native import KINDS, entry
 from camshaft.kernels.op import OpCall, TensorInfo
 
 
@@ -27,11 +27,7 @@ def _supports(call: OpCall) -> str | None:
 @kv_write_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
 def native_kv_write(library: ctypes.CDLL) -> Callable[..., None]:
     """Bind ``camshaft_kv_write``."""
-    run = library.camshaft_kv_write
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, number, address, number, number, kind, address, kind, address,
-                    number, number, number, number, kind)
-    run.restype = None
+    run, pack = entry(library, "camshaft_kv_write", "PllPllPPlllliii")
     kinds, num_threads = KINDS, torch.get_num_threads
 
     def kv_write(k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -41,7 +37,8 @@ def native_kv_write(library: ctypes.CDLL) -> Callable[..., None]:
         if k_lane != 1 or v_lane != 1:
             k, v = k.contiguous(), v.contiguous()
             k_token, k_head, v_token, v_head = heads * dim, dim, heads * dim, dim
-        run(k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, kinds[k.dtype], kv_pool.data_ptr(),
-            kinds[kv_pool.dtype], slot_mapping.data_ptr(), tokens, heads, kv_pool.shape[3], dim, num_threads())
+        run(pack(k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, kv_pool.data_ptr(),
+                 slot_mapping.data_ptr(), tokens, heads, kv_pool.shape[3], dim, kinds[k.dtype], kinds[kv_pool.dtype],
+                 num_threads()))
 
     return kv_write

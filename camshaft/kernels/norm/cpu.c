@@ -3,8 +3,10 @@
 #include <math.h>
 
 #include "native.h"
+#include "pool.h"
 
 #define MIN_PARALLEL_VALUES 32768
+#define CHUNK_VALUES 8192
 
 typedef struct {
     const void *x, *residual, *weight, *bias;
@@ -93,9 +95,10 @@ typedef struct {
     int centre, kind, threads;
 } call;
 
-int camshaft_norm(const call *c) {
-#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->rows * c->size > MIN_PARALLEL_VALUES)
-    for (long i = 0; i < c->rows; i++) {
+static void some_rows(void *context, long first, long last, int seat) {
+    const call *c = context;
+    (void)seat;
+    for (long i = first; i < last; i++) {
         line l = {at(c->x, offset(i, c->inner, c->x_outer, c->x_inner), c->kind),
                   c->residual ? at(c->residual, offset(i, c->inner, c->r_outer, c->r_inner), c->kind) : 0,
                   c->weight, c->bias, at_mut(c->out, i * c->size, c->kind),
@@ -104,5 +107,10 @@ int camshaft_norm(const call *c) {
         else if (c->kind == KIND_BF16) norm(l, c->centre, KIND_BF16);
         else norm(l, c->centre, KIND_F16);
     }
+}
+
+int camshaft_norm(call *c) {
+    int threads = c->rows * c->size > MIN_PARALLEL_VALUES ? c->threads : 1;
+    pool_run(c->rows, pool_grain(CHUNK_VALUES, c->size), threads, some_rows, c);
     return 0;
 }

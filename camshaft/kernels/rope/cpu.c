@@ -2,9 +2,12 @@
 #include <math.h>
 
 #include "native.h"
+#include "pool.h"
 
 #define MIN_PARALLEL_VALUES 16384
+#define CHUNK_VALUES 4096
 #define MIN_PARALLEL_ANGLES 2048
+#define CHUNK_ANGLES 512
 
 /* table: [tokens, 2 * half], cosines first; one rounding of position * frequency, as torch's fp32 product has. */
 typedef struct {
@@ -16,9 +19,10 @@ typedef struct {
     int threads;
 } table_call;
 
-int camshaft_rope_table(const table_call *c) {
-#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->tokens * c->half > MIN_PARALLEL_ANGLES)
-    for (long t = 0; t < c->tokens; t++) {
+static void some_angles(void *context, long first, long last, int seat) {
+    const table_call *c = context;
+    (void)seat;
+    for (long t = first; t < last; t++) {
         float position = (float)c->positions[t * c->stride];
         float *cosines = c->table + t * 2 * c->half, *sines = cosines + c->half;
         for (long i = 0; i < c->half; i++) {
@@ -27,6 +31,11 @@ int camshaft_rope_table(const table_call *c) {
             sines[i] = sinf(angle) * c->scaling;
         }
     }
+}
+
+int camshaft_rope_table(table_call *c) {
+    int threads = c->tokens * c->half > MIN_PARALLEL_ANGLES ? c->threads : 1;
+    pool_run(c->tokens, pool_grain(CHUNK_ANGLES, c->half), threads, some_angles, c);
     return 0;
 }
 
@@ -77,15 +86,20 @@ typedef struct {
     int kind, threads;
 } call;
 
-int camshaft_rope(const call *c) {
-    long heads = c->sides[0].heads + c->sides[1].heads;
-#pragma omp parallel for schedule(static) num_threads(c->threads) \
-    if (c->tokens * heads * c->size > MIN_PARALLEL_VALUES)
-    for (long t = 0; t < c->tokens; t++) {
+static void some_tokens(void *context, long first, long last, int seat) {
+    const call *c = context;
+    (void)seat;
+    for (long t = first; t < last; t++) {
         const float *cosines = c->table + t * c->table_row;
         if (c->kind == KIND_F32) turn_token(c->sides, cosines, t, c->half, c->size, KIND_F32);
         else if (c->kind == KIND_BF16) turn_token(c->sides, cosines, t, c->half, c->size, KIND_BF16);
         else turn_token(c->sides, cosines, t, c->half, c->size, KIND_F16);
     }
+}
+
+int camshaft_rope(call *c) {
+    long values = (c->sides[0].heads + c->sides[1].heads) * c->size;
+    int threads = c->tokens * values > MIN_PARALLEL_VALUES ? c->threads : 1;
+    pool_run(c->tokens, pool_grain(CHUNK_VALUES, values), threads, some_tokens, c);
     return 0;
 }

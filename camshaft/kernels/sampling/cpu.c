@@ -2,10 +2,13 @@
  * lies below the largest, and only the buckets that hold a cut or the picked token are sorted. Masses are
  * doubles, so that cuts and picks fall where the reference puts them. */
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "native.h"
+#include "pool.h"
 
+#define MIN_PARALLEL_LOGITS 32768
 #define BUCKETS 1024
 #define DEEPEST 42.0 /* the last bucket takes all that is less likely than e^-42 times the likeliest */
 
@@ -157,13 +160,16 @@ static long reach(ranking *r, double goal, int beyond, long count) {
     return count - 1;
 }
 
+/* logits: [rows, count], strides in elements; the other inputs and both outputs: [rows]. */
 typedef struct {
     const void *logits;
-    long row_stride, count;
-    int kind;
     const float *temperature;
     const int32_t *top_k;
     const float *top_p, *min_p, *uniform;
+    int64_t *ids;
+    unsigned char *finite;
+    long row_stride, rows, count;
+    int kind, threads;
 } batch;
 
 static long draw(const batch *in, ranking *r, long row, float best, double *masses, float *widened) {
@@ -188,35 +194,51 @@ static long draw(const batch *in, ranking *r, long row, float best, double *mass
     return sorted_bucket(r, b)[chosen - r->start[b]].id;
 }
 
-/* Returns 0, or 1 when memory ran out. Rows are independent; strides are in elements. */
-int camshaft_sample(const void *logits, long row_stride, int kind, const float *temperature, const int32_t *top_k,
-                    const float *top_p, const float *min_p, const float *uniform, long rows, long count, int64_t *ids,
-                    unsigned char *finite, int threads) {
-    batch in = {logits, row_stride, count, kind, temperature, top_k, top_p, min_p, uniform};
-    const long parallel_logits = 1 << 15;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (rows > 1 && rows * count > parallel_logits) reduction(| : failed)
-    {
-        ranking *r = NULL;
-        double *masses = NULL;
-#pragma omp for schedule(dynamic, 1)
-        for (long row = 0; row < rows; row++) {
-            long index;
-            float best = best_of(at(logits, row * row_stride, kind), count, &index, kind);
-            finite[row] = isfinite(best) != 0;
-            ids[row] = finite[row] ? index : 0;
-            if (!finite[row] || temperature[row] == 0) continue;
-            if (!r) {
-                r = malloc(sizeof(ranking) + (size_t)count * sizeof(entry));
-                masses = malloc((size_t)count * (sizeof(double) + sizeof(float) + sizeof(int16_t)));
-                failed |= !r || !masses;
-            }
-            if (failed) continue;
-            r->entries = (entry *)(r + 1);
-            ids[row] = draw(&in, r, row, best, masses, (float *)(masses + count));
-        }
-        free(r);
-        free(masses);
+/* What a thread needs to draw; made for its first row that is not greedy. */
+typedef struct {
+    ranking *ranked;
+    double *masses; /* [count], then floats [count], then places [count] */
+} workspace;
+
+static int workspace_open(workspace *space, long count) {
+    if (space->ranked && space->masses) return 1;
+    if (!space->ranked) space->ranked = malloc(sizeof(ranking) + (size_t)count * sizeof(entry));
+    if (!space->masses) space->masses = malloc((size_t)count * (sizeof(double) + sizeof(float) + sizeof(int16_t)));
+    if (!space->ranked || !space->masses) return 0;
+    space->ranked->entries = (entry *)(space->ranked + 1);
+    return 1;
+}
+
+typedef struct {
+    const batch *in;
+    workspace *spaces; /* a seat each */
+    atomic_int failed;
+} job;
+
+static void some_rows(void *context, long first, long last, int seat) {
+    job *j = context;
+    const batch *in = j->in;
+    workspace *space = j->spaces + seat;
+    for (long row = first; row < last; row++) {
+        long index;
+        float best = best_of(at(in->logits, row * in->row_stride, in->kind), in->count, &index, in->kind);
+        in->finite[row] = isfinite(best) != 0;
+        in->ids[row] = in->finite[row] ? index : 0;
+        if (!in->finite[row] || in->temperature[row] == 0) continue;
+        if (workspace_open(space, in->count))
+            in->ids[row] = draw(in, space->ranked, row, best, space->masses, (float *)(space->masses + in->count));
+        else atomic_store(&j->failed, 1);
     }
-    return failed;
+}
+
+/* Returns 0, or 1 when memory ran out. Rows are independent. */
+int camshaft_sample(const batch *in) {
+    workspace alone = {0}, *spaces = &alone;
+    int threads = in->rows * in->count > MIN_PARALLEL_LOGITS && in->rows > 1 ? in->threads : 1;
+    if (threads > 1 && !(spaces = calloc((size_t)threads, sizeof *spaces))) return 1;
+    job j = {in, spaces, 0};
+    pool_run(in->rows, 1, threads, some_rows, &j);
+    for (int i = 0; i < threads; i++) free(spaces[i].ranked), free(spaces[i].masses);
+    if (spaces != &alone) free(spaces);
+    return atomic_load(&j.failed);
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from camshaft.kernels.native import KINDS
+from camshaft.kernels.native import KINDS, entry
 from camshaft.kernels.op import OpCall, TensorInfo
 from camshaft.kernels.sampling.ref import sample_op
 
@@ -28,10 +28,7 @@ def _supports(call: OpCall) -> str | None:
 @sample_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
 def native_sample(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Bind ``camshaft_sample``. The result raises MemoryError where scratch memory cannot be had."""
-    run = library.camshaft_sample
-    address, number, kind = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    run.argtypes = (address, number, kind, *(address,) * 5, number, number, address, address, kind)
-    run.restype = kind
+    run, pack = entry(library, "camshaft_sample", "PPPPPPPPlllii")
     kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
 
     def sample(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
@@ -40,10 +37,9 @@ def native_sample(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, tor
             logits = logits.contiguous()
         rows, count = logits.shape
         ids, finite = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.bool)
-        failed = run(logits.data_ptr(), logits.stride(0), kinds[logits.dtype], temperature.data_ptr(),
-                     top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), uniform.data_ptr(), rows, count,
-                     ids.data_ptr(), finite.data_ptr(), num_threads())
-        if failed:
+        if run(pack(logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+                    uniform.data_ptr(), ids.data_ptr(), finite.data_ptr(), logits.stride(0), rows, count,
+                    kinds[logits.dtype], num_threads())):
             raise MemoryError("sample: no memory for scratch space")
         return ids, finite
 
