@@ -154,7 +154,7 @@ class ExecutorRig:
         """Nothing is held any more: every page is free or cached, every row is free. Raises InternalError."""
         self.kv.check_integrity()
         stats = self.executor.stats()
-        if stats.kv.referenced or stats.num_running or stats.num_waiting:
+        if stats.kv.num_referenced or stats.num_running or stats.num_waiting:
             raise InternalError(f"something is left: {stats}")
         if self.engine.violations:
             raise InternalError(f"the engine saw broken rules: {self.engine.violations}")

@@ -130,7 +130,7 @@ def test_b43_an_abort_ends_the_request_and_frees_its_pages(llm):
     assert final.outputs[0].finish_reason == "cancelled"
     assert 3 <= len(final.outputs[0].token_ids) < 400
     stats = drained(llm)
-    assert stats["kv"]["free"] + stats["kv"]["cached"] == stats["kv"]["total"]
+    assert stats["kv"]["num_free"] + stats["kv"]["num_cached"] == stats["kv"]["num_pages"]
 
 
 def test_async_requests_are_awaitable_iterable_and_cancelled_with_their_task(llm):

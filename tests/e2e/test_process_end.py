@@ -41,7 +41,7 @@ for _ in range(5000):
     if not (stats["num_running"] + stats["num_waiting"] + len(llm._parts.front._live)):
         break
     time.sleep(0.002)
-print(stats["counters"]["num_finished"] < 200, stats["kv"]["referenced"], len(llm._parts.front._live))
+print(stats["counters"]["num_finished"] < 200, stats["kv"]["num_referenced"], len(llm._parts.front._live))
 print(len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True)).outputs[0].token_ids))
 """
 

@@ -53,7 +53,7 @@ def test_a_pool_too_small_for_all_only_makes_them_wait(tiny_engine, prompts, exp
         assert tokens_of(llm.generate(prompts, GREEDY)) == expected
         stats = llm.get_stats()
         assert stats["num_running"] == 0
-        assert stats["kv"]["free"] + stats["kv"]["cached"] == stats["kv"]["total"]
+        assert stats["kv"]["num_free"] + stats["kv"]["num_cached"] == stats["kv"]["num_pages"]
 
 
 def test_a_seed_fixes_sampled_tokens_whatever_runs_beside_them(tiny_engine, prompts):

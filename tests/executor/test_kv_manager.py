@@ -96,7 +96,7 @@ def test_what_can_ever_be_held_is_bounded_by_the_smallest_pool():
 def test_released_pages_are_free_at_once_without_reuse():
     kv = make(reuse=False)
     serve(kv, 1, count_up(10))
-    assert kv.stats().free == kv.stats().total == 8
+    assert kv.stats().num_free == kv.stats().num_pages == 8
     assert kv.match(count_up(10), SCOPE).num_tokens == 0
 
 
@@ -110,7 +110,7 @@ def test_whole_pages_are_shared_between_running_requests():
     assert cached == 8
     assert second.pages[:2].tolist() == first.pages[:2].tolist()
     assert second.pages[2] not in first.pages
-    assert kv.stats().referenced == 4
+    assert kv.stats().num_referenced == 4
 
 
 def test_match_reports_what_start_takes_and_changes_nothing():
@@ -144,7 +144,7 @@ def test_a_request_that_opts_out_neither_reads_nor_leaves_pages():
     kv.release(2)
     serve(kv, 3, count_up(8, 50), reuse=False)
     assert kv.match(count_up(8, 50), SCOPE).num_tokens == 0
-    assert kv.stats().cached == 2
+    assert kv.stats().num_cached == 2
 
 
 def test_b47_scopes_never_share_pages():
@@ -156,7 +156,7 @@ def test_b47_scopes_never_share_pages():
     for number, scope in enumerate(scopes):
         assert kv.match(count_up(9), scope).num_tokens == 0
         assert serve(kv, number, count_up(9), scope=scope)[0] == 0
-    assert kv.stats().cached == 3 * len(scopes)
+    assert kv.stats().num_cached == 3 * len(scopes)
     for scope in scopes:
         assert kv.match(count_up(9), scope).num_tokens == 8
 
@@ -172,7 +172,7 @@ def test_the_same_page_computed_twice_is_cached_once():
     kv.release(1)
     kv.release(2)
     kv.check_integrity()
-    assert (kv.stats().cached, kv.stats().free) == (3, 5)
+    assert (kv.stats().num_cached, kv.stats().num_free) == (3, 5)
 
 
 @pytest.mark.parametrize("length", [2 * PAGE, 2 * PAGE + 2], ids=["full last page", "unfinished last page"])
@@ -222,7 +222,7 @@ def test_a_request_that_diverges_inside_a_page_copies_it():
 def test_the_unfinished_last_page_is_kept_up_to_its_committed_tokens():
     kv = make()
     _, first = serve(kv, 1, count_up(7))
-    assert kv.stats().cached == 2
+    assert kv.stats().num_cached == 2
     cached, second = run(kv, 2, count_up(12))
     assert cached == 7
     assert second.copy_from.tolist() == [first.pages[1]]
@@ -232,13 +232,13 @@ def test_a_last_page_that_is_the_beginning_of_a_cached_one_is_not_kept():
     kv = make()
     serve(kv, 1, count_up(8))
     serve(kv, 2, count_up(6))
-    assert kv.stats().cached == 2
+    assert kv.stats().num_cached == 2
 
 
 def test_without_partial_reuse_only_whole_pages_are_kept_and_shared():
     kv = make(partial=False)
     serve(kv, 1, count_up(7))
-    assert kv.stats().cached == 1
+    assert kv.stats().num_cached == 1
     cached, change = run(kv, 2, count_up(7))
     assert cached == 4
     assert len(change.copy_from) == 0
@@ -310,12 +310,12 @@ def test_a_request_that_ends_before_its_first_step_leaves_nothing():
     serve(kv, 1, count_up(6))
     before = kv.stats()
     kv.start(2, np.concatenate([count_up(5), text(9)]), SCOPE, True)
-    assert kv.stats().free == before.free - 1
+    assert kv.stats().num_free == before.num_free - 1
     kv.commit(2, count_up(5), 5)
     kv.release(2)
     kv.check_integrity()
     after = kv.stats()
-    assert (after.free, after.cached, after.referenced) == (before.free, before.cached, 0)
+    assert (after.num_free, after.num_cached, after.num_referenced) == (before.num_free, before.num_cached, 0)
     assert kv.match(np.concatenate([count_up(5), text(9, 9)]), SCOPE).num_tokens == 5
 
 
@@ -338,7 +338,7 @@ def test_the_leaf_used_longest_ago_goes_first_and_its_parent_keeps_its_own_age()
                      if kv.match(tokens, SCOPE).num_tokens < len(tokens) - 1})
     assert gone == [{"first"}, {"first", "second"}, {"first", "second", "third"},
                     {"first", "second", "third", "trunk"}]
-    assert kv.stats().evictions == 4
+    assert kv.stats().num_evictions == 4
 
 
 def test_pages_in_use_are_never_evicted():
@@ -357,7 +357,7 @@ def test_clearing_drops_all_that_nobody_uses():
     run(kv, 2, count_up(8))
     kv.clear_cache()
     kv.check_integrity()
-    assert (kv.stats().cached, kv.stats().referenced, kv.stats().evictions) == (0, 2, 0)
+    assert (kv.stats().num_cached, kv.stats().num_referenced, kv.stats().num_evictions) == (0, 2, 0)
     assert kv.match(count_up(9, 50), SCOPE).num_tokens == 0
     assert kv.match(count_up(9), SCOPE).num_tokens == 8
 
@@ -368,8 +368,8 @@ def test_stats_count_reuse():
     serve(kv, 2, count_up(10))
     serve(kv, 3, count_up(4, 60))
     stats = kv.stats()
-    assert (stats.hits, stats.tokens_reused) == (1, 8)
-    assert stats.total == stats.free + stats.cached == 8
+    assert (stats.num_hits, stats.num_reused_tokens) == (1, 8)
+    assert stats.num_pages == stats.num_free + stats.num_cached == 8
 
 
 # Call order and books

@@ -271,7 +271,7 @@ class KvMachine(RuleBasedStateMachine):
         held = self.kv.held_pages(chosen)
         self.kv.release(chosen)
         del self.live[chosen]
-        assert before.referenced - self.kv.stats().referenced <= held * len(self.kinds)
+        assert before.num_referenced - self.kv.stats().num_referenced <= held * len(self.kinds)
 
     @precondition(lambda self: not self.plan)
     @rule(lot=st.integers(0, 15))
@@ -280,9 +280,9 @@ class KvMachine(RuleBasedStateMachine):
             return
         before = self.kv.stats()
         self.kv.clear_cache()
-        assert self.kv.stats().referenced == before.referenced
+        assert self.kv.stats().num_referenced == before.num_referenced
         if not self.live:
-            assert self.kv.stats().free == before.total
+            assert self.kv.stats().num_free == before.num_pages
 
     @invariant()
     def books_add_up(self):
@@ -290,7 +290,8 @@ class KvMachine(RuleBasedStateMachine):
             return
         self.kv.check_integrity()
         stats = self.kv.stats()
-        assert stats.free + stats.referenced + stats.cached == stats.total == self.num_pages * len(self.kinds)
+        assert stats.num_pages == self.num_pages * len(self.kinds)
+        assert stats.num_free + stats.num_referenced + stats.num_cached == stats.num_pages
         assert self.kv.available_pages() >= self.owed()
         for request in self.live.values():
             if request.ran:
@@ -304,10 +305,10 @@ class KvMachine(RuleBasedStateMachine):
         for chosen in list(self.live):
             self.kv.release(chosen)
         self.kv.check_integrity()
-        assert self.kv.stats().referenced == 0
+        assert self.kv.stats().num_referenced == 0
         assert self.kv.available_pages() == self.num_pages
         self.kv.clear_cache()
-        assert self.kv.stats().free == self.kv.stats().total
+        assert self.kv.stats().num_free == self.kv.stats().num_pages
         assert len(self.kv._ledger.tree) == 0
 
 
@@ -344,7 +345,7 @@ def test_pages_out_of_reach_are_given_back_while_running():
         assert kv.reserve(RequestId(1), stop) is not None
         kv.commit(RequestId(1), tokens, stop)
         kv.check_integrity()
-    assert kv.stats().referenced == 3, "the sinks, and two pages that the window of 6 tokens reaches"
+    assert kv.stats().num_referenced == 3, "the sinks, and two pages that the window of 6 tokens reaches"
     assert kv.held_pages(RequestId(1)) == 6
 
 

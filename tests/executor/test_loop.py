@@ -275,7 +275,7 @@ def test_a_failing_sink_stops_the_executor_and_gives_pages_back(depth):
     with pytest.raises(EngineDeadError, match="nobody listens"):
         executor.submit(rig.request([1, 2], 4))
     rig.kv.check_integrity()
-    assert rig.kv.stats().referenced == 0
+    assert rig.kv.stats().num_referenced == 0
 
 
 def test_results_of_another_step_cannot_land():
@@ -350,7 +350,7 @@ def test_thread_serves_many_submitters(depth):
     executor.shutdown()
     rig.check_told()
     assert {told.end for told in rig.told.values()} == {"length"}
-    assert executor.stats().kv.referenced == 0
+    assert executor.stats().kv.num_referenced == 0
 
 
 def test_thread_sleeps_idle_and_wakes_for_the_next_request(depth):

@@ -109,10 +109,10 @@ def test_a_late_stop_drops_the_extra_result_and_keeps_pages_until_it_retired():
     (increment,) = bench.batch.apply(held.result())
     assert (increment.id, increment.finish_reason, len(increment.token_ids)) == (request.id, "stop", 1)
     assert bench.batch.table.state[0] == DRAINING
-    assert bench.kv.stats().referenced > 0
+    assert bench.kv.stats().num_referenced > 0
     assert bench.batch.next_plan() is None
     assert bench.batch.apply(extra.result()) == []
-    assert bench.kv.stats().referenced == 0
+    assert bench.kv.stats().num_referenced == 0
     assert bench.batch.table.num_used == 0
 
 
@@ -137,7 +137,7 @@ def test_cancel_knows_every_state():
     assert bench.batch.table.num_used == 1, "its step is in flight"
     assert bench.batch.apply(handle.result()) == []
     assert bench.batch.table.num_used == 0
-    assert bench.kv.stats().referenced == 0
+    assert bench.kv.stats().num_referenced == 0
 
 
 def test_finished_output_is_reused_by_the_next_turn_of_a_conversation():

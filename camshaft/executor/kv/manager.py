@@ -76,18 +76,19 @@ class Reservation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KvStats:
-    """Pages are summed over the life cycles, trash pages left out: total = free + referenced + cached."""
+    """Pages summed over the life cycles, trash pages left out: num_pages = num_free + num_referenced + num_cached."""
 
-    total: int
-    free: int
-    referenced: int
-    """Held by at least one request."""
-    cached: int
-    """Held by none, kept for reuse, evictable."""
-    hits: int
+    num_pages: int
+    num_free: int
+    num_referenced: int
+    """Pages held by at least one request."""
+    num_cached: int
+    """Pages held by none, kept for reuse, evictable."""
+    num_hits: int
     """Requests that started with at least one cached token."""
-    tokens_reused: int
-    evictions: int
+    num_reused_tokens: int
+    """Prompt tokens that requests found in the cache."""
+    num_evictions: int
     """Cached pages dropped to make room."""
 
 
@@ -287,8 +288,9 @@ class KVCacheManager:
         total = sum(pool.num_usable for pool in self._ledger.pools)
         free = sum(pool.num_free for pool in self._ledger.pools)
         cached = sum(queue.num_cached for queue in self._ledger.queues)
-        return KvStats(total=total, free=free, referenced=total - free - cached, cached=cached, hits=self._hits,
-                       tokens_reused=self._tokens_reused, evictions=self._ledger.num_evictions)
+        return KvStats(num_pages=total, num_free=free, num_referenced=total - free - cached, num_cached=cached,
+                       num_hits=self._hits, num_reused_tokens=self._tokens_reused,
+                       num_evictions=self._ledger.num_evictions)
 
     def clear_cache(self) -> None:
         """Drop every cached page that no request holds or copies from. These do not count as evictions."""
