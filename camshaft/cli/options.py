@@ -13,12 +13,29 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from camshaft.config.doc import FieldDoc, field_docs
 from camshaft.config.parse import config_from
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., None])
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help shows its options in groups, every name whole at any width (panels cut long names)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then the command's own options, then a group a config class."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            own = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or own, []).append(record)
+        for title in sorted(groups, key=lambda title: title not in ("Arguments", "Options")):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
 
 
 def _flag(name: str) -> str:
@@ -35,6 +52,8 @@ def _parameter(field: FieldDoc, prefix: str, panel: str) -> inspect.Parameter:
     elif kind is bool:
         flags = [f"{flags[0]}/{_flag('no_' + prefix + field.name)}"]
     shown = "" if field.default in (None, ()) else f" (default: {field.default})"
+    if typing.get_origin(kind) is list:
+        shown = " Repeat it for more than one." + shown
     option = typer.Option(*flags, help=field.doc + shown, rich_help_panel=panel, show_default=False)
     return inspect.Parameter(prefix + field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
                              annotation=Annotated[kind | None, option])
@@ -43,7 +62,7 @@ def _parameter(field: FieldDoc, prefix: str, panel: str) -> inspect.Parameter:
 def _title(config: type) -> str:
     """A help panel's title: the config's name in words, without "Config" or "Fields"."""
     words = re.findall("[A-Z][a-z]+", config.__name__)
-    return " ".join(word for word in words if word not in ("Config", "Fields"))
+    return " ".join("KV" if word == "Kv" else word for word in words if word not in ("Config", "Fields"))
 
 
 def with_options(*plain: type, **prefixed: type) -> Callable[[F], F]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import typer
 
 from camshaft.cli.options import pick, typed_fields, with_options
 from camshaft.config.build import BuildConfig
+from camshaft.config.doc import Doc
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.config.sampling import SamplingFields, SamplingParams
 from camshaft.core.errors import UserError
@@ -23,7 +25,15 @@ DEFAULT_PROMPT = "What is the capital of France, and what is it known for?"
 DEFAULT_MAX_TOKENS = 128
 
 
-@with_options(SamplingFields, BuildConfig, kv=KvCacheConfig, scheduler=SchedulerConfig)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _SamplingFields(SamplingFields):
+    """The sampling options as this command has them: a person reads longer answers than the library's default."""
+
+    max_tokens: Annotated[int, Doc("Most tokens to generate; the engine's max_seq_len may end it sooner."
+                                   )] = DEFAULT_MAX_TOKENS
+
+
+@with_options(_SamplingFields, BuildConfig, kv=KvCacheConfig, scheduler=SchedulerConfig)
 def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, engine folder or hub id; "
                                                          "default: SmolLM2-135M-Instruct.")] = None,
         prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to say; - reads standard input. "
@@ -35,7 +45,7 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
         **given: Any) -> None:
     """Answer one prompt, token by token."""
     text = _prompt_text(prompt)
-    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | typed_fields(SamplingFields, given))
+    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | typed_fields(_SamplingFields, given))
     build = pick(BuildConfig, given)
     kv_cache, scheduler = pick(KvCacheConfig, given, "kv_"), pick(SchedulerConfig, given, "scheduler_")
     if model is None:

@@ -30,7 +30,7 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
 class SamplingFields:
     """The parameters that are enforced. Use :class:`SamplingParams`, which also knows the refused ones."""
 
-    max_tokens: Annotated[int, Doc("Most tokens to generate.")] = 32
+    max_tokens: Annotated[int, Doc("Most tokens to generate; the engine's max_seq_len may end it sooner.")] = 32
     min_tokens: Annotated[int, Doc("No stop of any kind before this many tokens.")] = 0
     temperature: Annotated[float | None, Doc("Divides the logits; 0 is greedy; default: the checkpoint's, else "
                                              "greedy.")] = None

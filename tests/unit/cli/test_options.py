@@ -7,8 +7,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from camshaft.cli.options import pick, with_options
+from camshaft.cli.main import app
+from camshaft.cli.options import GroupedCommand, _title, pick, with_options
+from camshaft.cli.run import DEFAULT_MAX_TOKENS
 from camshaft.config.doc import Doc
+from camshaft.config.runtime import KvCacheConfig
+from camshaft.config.sampling import SamplingFields
 from camshaft.core.errors import UserError
 
 
@@ -23,14 +27,15 @@ class Engine:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     max_rows: Annotated[int | None, Doc("Most rows kept.")] = None
+    keep_the_pages_of_whatever_has_finished: Annotated[bool, Doc("Keep them.")] = True
 
 
 @pytest.fixture
 def command():
     """An app whose one command keeps what it was given in ``heard``."""
-    app, heard = typer.Typer(), {}
+    app, heard = typer.Typer(rich_markup_mode=None), {}
 
-    @app.command()
+    @app.command(cls=GroupedCommand)
     @with_options(Engine, memory=Memory)
     def run(**given):
         heard.update(engine=pick(Engine, given), memory=pick(Memory, given, "memory_"), typed=sorted(given))
@@ -54,6 +59,25 @@ def test_help_holds_the_documentation_and_the_default(command):
     shown, _ = command("--help")
     assert "Most rows. (default: 4)" in shown.output
     assert "Most rows kept." in shown.output
+    assert "Some names. Repeat it for more than one." in shown.output
+
+
+def test_help_writes_every_name_in_full_and_in_groups_on_a_narrow_terminal(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = command("--help")[0].output
+    assert "…" not in shown
+    assert "--memory-keep-the-pages-of-whatever-has-finished" in shown
+    assert "--no-memory-keep-the-pages-of-whatever-has-finished" in shown
+    assert [line for line in shown.splitlines() if line.endswith(":")] == ["Options:", "Engine:", "Memory:"]
+
+
+def test_a_panel_is_titled_as_its_class_is_called():
+    assert [_title(config) for config in (KvCacheConfig, SamplingFields, Memory)] == ["KV Cache", "Sampling", "Memory"]
+
+
+def test_the_help_of_run_tells_the_limit_that_run_uses():
+    shown = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200"}, catch_exceptions=False).output
+    assert f"sooner. (default: {DEFAULT_MAX_TOKENS})" in " ".join(shown.split())
 
 
 def test_an_unknown_option_and_a_wrong_type_are_refused(command):
