@@ -44,12 +44,12 @@ def test_withdrawn_pages_are_found_by_nobody_and_go_with_their_last_holder():
     withdraw(kv, FIRST)
     assert kv.match(TOKENS, SCOPE).num_tokens == 0
     release(kv, FIRST)
-    assert kv.stats().cached == 0
-    assert kv.stats().referenced == 5, "the other request goes on with what it holds"
+    assert kv.stats().num_cached == 0
+    assert kv.stats().num_referenced == 5, "the other request goes on with what it holds"
     kv.commit(SECOND, TOKENS, 20)
     assert kv.match(TOKENS, SCOPE).num_tokens == 0, "nothing is shared behind a withdrawn page"
     release(kv, SECOND)
-    assert kv.stats().free == kv.stats().total
+    assert kv.stats().num_free == kv.stats().num_pages
 
 
 def test_what_is_computed_anew_is_shared_while_withdrawn_pages_are_still_held_and_after():
@@ -90,7 +90,7 @@ def test_the_source_of_a_copy_goes_too_but_not_before_the_copy_was_made():
     change = kv.reserve(SECOND, 8).updates[0]
     assert len(change.copy_from) == 1
     release(kv, SECOND)
-    assert kv.stats().free == kv.stats().total
+    assert kv.stats().num_free == kv.stats().num_pages
 
 
 def test_a_copy_vouches_for_the_tokens_it_took_only():
