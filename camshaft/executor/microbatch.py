@@ -113,9 +113,7 @@ class MicroBatchScheduler:
         table.in_flight[rows] -= 1
         state = table.state[rows]
         live = ((state == CONTEXT) | (state == GENERATION)) & (table.epoch[rows] == plan.epochs)
-        sound = live.copy()
-        sound[plan.samples] &= out.finite
-        self._land_positions(plan, sound)
+        self._land_positions(plan, live, out.finite)
         increments = self._land_tokens(out, live[plan.samples])
         for row in rows[(table.state[rows] == DRAINING) & (table.in_flight[rows] == 0)].tolist():
             self._release(row)
@@ -221,14 +219,20 @@ class MicroBatchScheduler:
                 copy_to=np.concatenate([change.copy_to for change in changes])))
         return tuple(merged)
 
-    def _land_positions(self, plan: StepPlan, sound: BoolArray) -> None:
-        """Advance what is known to be in the cache, and share the pages that have become full."""
+    def _land_positions(self, plan: StepPlan, live: BoolArray, finite: BoolArray) -> None:
+        """Advance what is known to be sound in the cache, and share the pages that have become full.
+
+        Only finite logits prove what was fed before them. A chunk without logits may hold NaN, even at positions
+        ahead of its cause, which a kernel multiplied by zero: whoever shared such a page would fail too.
+        """
         table, page_size = self.table, self._kv.page_size
-        ends = plan.start_positions + plan.query_lens
-        table.num_landed[plan.rows[sound]] = ends[sound]
+        proven = live & plan.samples
+        proven[plan.samples] &= finite
+        rows, ends = plan.rows[proven], (plan.start_positions + plan.query_lens)[proven]
+        filled = table.shares[rows] & (table.num_landed[rows] // page_size != ends // page_size)
+        table.num_landed[rows] = ends
         table.num_context_landings += plan.num_rows > plan.num_generation
-        filled = sound & table.shares[plan.rows] & (plan.start_positions // page_size != ends // page_size)
-        for row in plan.rows[filled].tolist():
+        for row in rows[filled].tolist():
             self._commit(row)
 
     def _commit(self, row: int) -> None:
@@ -253,8 +257,6 @@ class MicroBatchScheduler:
         for place in np.flatnonzero(special).tolist():
             row, verdict = int(rows[place]), int(verdicts[place])
             num_cached = int(table.num_cached[row]) if counts[place] == 1 else None
-            if counts[place] == 1 and table.shares[row]:
-                self._kv.vouch(table.ids[row])
             increments.append(output.landed(table.ids[row], int(tokens[place]), verdict, num_cached))
             if verdict != CONTINUE:
                 self.counters.num_finished += 1
@@ -267,9 +269,6 @@ class MicroBatchScheduler:
         table = self.table
         increment = output.non_finite(table.ids[row], int(table.num_outputs[row]))
         self.counters.num_failed += 1
-        if table.shares[row]:
-            table.shares[row] = False
-            self._kv.withdraw(table.ids[row])
         self._end(row, release=False)
         return increment
 

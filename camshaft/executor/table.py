@@ -38,7 +38,7 @@ class RequestTable:
         self.num_scheduled = counters()
         """Tokens in the cache once every submitted step has run."""
         self.num_landed = counters()
-        """Tokens in the cache by the results read so far; only these may be shared."""
+        """Tokens in the cache that finite logits, read by now, were computed from; only these may be shared."""
         self.num_scheduled_outputs = counters()
         self.num_outputs = counters()
         self.num_cached = counters()

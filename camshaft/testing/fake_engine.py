@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from camshaft.core.errors import InternalError
-from camshaft.runtime.step import Int32Array, Int64Array, PageUpdates, RowArrival, RowSampling, StepOutput, StepPlan
+from camshaft.runtime.step import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    PageUpdates,
+    RowArrival,
+    RowSampling,
+    StepOutput,
+    StepPlan,
+)
 
 UInt64Array = npt.NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15
@@ -87,6 +96,8 @@ class _Pool:
     """[pages, page_size] hash of the sequence up to the slot's token."""
     token: Int64Array
     """[pages, page_size] token id, -1 where nothing was ever written."""
+    spoiled: BoolArray
+    """[pages, page_size] whether the slot holds NaN."""
     writer: Int64Array
     """[pages] uid of the request that wrote the page last."""
     written_at: Int64Array
@@ -102,6 +113,8 @@ class FakeModelEngine:
 
     ``fail_at`` may be set at any time: the step with that number raises RuntimeError, on ``submit`` or, with
     ``fail_on_result``, from its handle. ``poison_rows`` holds rows whose next sample reports ``finite=False``.
+    ``spoiling_token`` is an id whose row writes NaN from then on, and in the whole chunk that holds it; who reads
+    NaN writes and samples NaN.
     """
 
     def __init__(self, *, num_pages: tuple[int, ...], page_size: int, num_rows: int, max_seq_len: int,
@@ -113,13 +126,15 @@ class FakeModelEngine:
         self.fail_at: int | None = None
         self.fail_on_result = False
         self.poison_rows: set[int] = set()
+        self.spoiling_token: int | None = None
         self.violations: list[str] = []
         self.plans: int = 0
         """Steps that ran."""
         columns = -(-max_seq_len // page_size)
         self._pools = [_Pool(np.zeros((pages, page_size), np.uint64), np.full((pages, page_size), -1),
-                             np.full(pages, -1), np.full(pages, -1), np.full((num_rows, columns), _NO_PAGE),
-                             np.full((num_rows, columns), -1)) for pages in num_pages]
+                             np.zeros((pages, page_size), np.bool_), np.full(pages, -1), np.full(pages, -1),
+                             np.full((num_rows, columns), _NO_PAGE), np.full((num_rows, columns), -1))
+                       for pages in num_pages]
         self._powers = _powers(max_seq_len)
         self._uid = np.full(num_rows, -1)
         self._epoch = np.full(num_rows, -1)
@@ -200,6 +215,7 @@ class FakeModelEngine:
             self._require(target in holders and pages.tolist().count(target) == 1,
                           f"copy to page {target}, which no single row takes in this step")
             pool.prefix[target], pool.token[target] = pool.prefix[source], pool.token[source]
+            pool.spoiled[target] = pool.spoiled[source]
             pool.writer[target], pool.written_at[target] = self._uid[holders[target]], self._events
 
     def _check_rows(self, plan: StepPlan) -> None:
@@ -245,6 +261,8 @@ class FakeModelEngine:
         self._history[row_of, positions] = prefix
         self._length[rows] += lens
         slots = positions % self.page_size
+        spoiling = np.concatenate([row_of[tokens == self.spoiling_token], self._reads_spoiled(rows, starts)])
+        spoiled = np.isin(row_of, spoiling)
         for pool in self._pools:
             pages = pool.table[row_of, positions // self.page_size]
             self._require(bool((pages > 0).all()), f"rows {np.unique(row_of[pages <= 0])} write without a page")
@@ -254,7 +272,17 @@ class FakeModelEngine:
             self._require(bool((pool.writer[touched] == self._uid[row_of[first]])[inside].all()),
                           f"pages {touched[inside]} are continued by rows that did not begin them")
             pool.prefix[pages, slots], pool.token[pages, slots] = prefix, tokens
+            pool.spoiled[pages, slots] = spoiled
             pool.writer[touched], pool.written_at[touched] = self._uid[row_of[first]], self._events
+
+    def _reads_spoiled(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Those of ``rows`` with NaN among their first ``lengths`` tokens."""
+        positions = np.arange(int(lengths.max()))
+        found = np.zeros(len(rows), np.bool_)
+        for pool in self._pools if self.spoiling_token is not None else ():
+            pages = pool.table[rows][:, positions // self.page_size]
+            found |= (pool.spoiled[pages, positions % self.page_size] & (positions < lengths[:, None])).any(axis=1)
+        return rows[found]
 
     def _check_reads(self, pool: _Pool, rows: Int64Array, lengths: Int64Array) -> None:
         positions = np.arange(int(lengths.max()))
@@ -272,7 +300,7 @@ class FakeModelEngine:
     def _sample(self, plan: StepPlan, rows: Int64Array) -> StepOutput:
         sampled = rows[plan.samples]
         tokens = np.zeros(len(sampled), np.int32)
-        finite = np.ones(len(sampled), np.bool_)
+        finite = ~np.isin(sampled, self._reads_spoiled(rows, self._length[rows]))
         for place, (row, index) in enumerate(zip(sampled.tolist(), plan.output_indices[plan.samples].tolist(),
                                                  strict=True)):
             sampling = self._sampling[row]

@@ -2,8 +2,7 @@
 
 A slot holds what its key and value would depend on: the scope and every token up to its position. Row tables are
 fed only by reservations. Steps run as the runtime runs
-them: page-table updates of all rows, all copies, then all writes, then all reads. Some requests write
-spoiled values from some position on; whoever reads one gets non-finite logits, and writes such values too.
+them: page-table updates of all rows, all copies, then all writes, then all reads.
 """
 
 import dataclasses
@@ -66,10 +65,6 @@ class Request:
     prompt: int
     scope: PrefixScope
     reuse: bool
-    spoils_from: int = 10**6
-    """Position from which its own values are spoiled, whatever it reads."""
-    infected: bool = False
-    failed: bool = False
     computed: int = 0
     ran: bool = False
     table: list = dataclasses.field(default_factory=list)
@@ -93,7 +88,6 @@ class KvMachine(RuleBasedStateMachine):
         self.kv = KVCacheManager(tuple(spec(kind) for kind in self.kinds), (pages + 1,) * len(self.kinds),
                                  enable_block_reuse=reuse, enable_partial_reuse=partial)
         self.slots = [np.full((pages + 1, PAGE), -1) for _ in self.kinds]
-        self.spoiled = [np.zeros((pages + 1, PAGE), bool) for _ in self.kinds]
         self.live: dict[RequestId, Request] = {}
         self.next_id = 0
         self.plan: list = []
@@ -104,13 +98,12 @@ class KvMachine(RuleBasedStateMachine):
         """Pages the running requests may still ask for."""
         return sum(r.worst_case_pages - self.kv.held_pages(i) for i, r in self.live.items())
 
-    @rule(prompt=PROMPTS, output=OUTPUTS, scope=st.sampled_from(SCOPES), reuse=MOSTLY,
-          spoils_from=st.sampled_from((10**6, 10**6, 0, PAGE + 1, 2 * PAGE)))
-    def arrive(self, prompt, output, scope, reuse, spoils_from):
-        self.admit(prompt, output, scope, reuse, spoils_from)
+    @rule(prompt=PROMPTS, output=OUTPUTS, scope=st.sampled_from(SCOPES), reuse=MOSTLY)
+    def arrive(self, prompt, output, scope, reuse):
+        self.admit(prompt, output, scope, reuse)
 
-    def admit(self, prompt, output, scope, reuse, spoils_from=10**6):
-        request = Request(np.array(prompt + output, np.int32), len(prompt), scope, reuse, spoils_from)
+    def admit(self, prompt, output, scope, reuse):
+        request = Request(np.array(prompt + output, np.int32), len(prompt), scope, reuse)
         assert self.kv.can_ever_hold(len(request.tokens)) == (request.worst_case_pages <= self.num_pages)
         match = self.kv.match(request.tokens[:request.prompt], scope)
         assert match.num_tokens == match.num_pages * PAGE + match.num_partial_tokens < request.prompt
@@ -137,28 +130,9 @@ class KvMachine(RuleBasedStateMachine):
             self.step(data)
             self.end(chosen)
 
-    @precondition(lambda self: not self.plan)
-    @rule(data=st.data(), prompt=PROMPTS, spoils_from=st.integers(0, 2 * PAGE), follows=st.booleans(),
-          aborts=st.sampled_from((False, False, True)))
-    def spoil_in_chunks(self, data, prompt, spoils_from, follows, aborts):
-        """Chunk after chunk of a spoiled prompt; perhaps another takes its pages, perhaps it ends before its logits."""
-        known = set(self.live)
-        prompt = prompt + [1] * PAGE
-        self.admit(prompt, [], SCOPES[0], True, spoils_from)
-        for chosen in set(self.live) - known:
-            request = self.live[chosen]
-            while request.computed < len(prompt) and not (aborts and request.computed >= len(prompt) - PAGE):
-                stop = min(request.computed + PAGE, len(prompt))
-                self.plan = [(chosen, stop, self.kv.reserve(chosen, stop))]
-                self.step(data)
-            if follows:
-                self.admit([*prompt, 0], [], SCOPES[0], True)
-            self.end(chosen)
-
     def ready(self):
         planned = {i for i, _, _ in self.plan}
-        return [i for i, r in self.live.items()
-                if i not in planned and r.computed < len(r.tokens) and not r.failed]
+        return [i for i, r in self.live.items() if i not in planned and r.computed < len(r.tokens)]
 
     @precondition(lambda self: self.ready())
     @rule(data=st.data(), chunk=st.sampled_from((8 * PAGE, PAGE, 1)))
@@ -200,33 +174,14 @@ class KvMachine(RuleBasedStateMachine):
             assert len(set(targets)) == len(targets), "two copies go to one page"
             for source, target in data.draw(st.permutations(copies)):
                 slots[target] = slots[source]
-                self.spoiled[c][target] = self.spoiled[c][source]
             self.write(c, plan)
         for chosen, stop, _ in plan:
             self.live[chosen].computed, self.live[chosen].ran = stop, True
         for chosen, _, _ in plan:
             self.check_reads(self.live[chosen])
         for chosen, stop, _ in plan:
-            request = self.live[chosen]
-            sampled = stop >= request.prompt
-            if sampled and request.infected:
-                self.fail(chosen)
-                continue
-            if data.draw(st.booleans()) or stop == len(request.tokens):
-                self.kv.commit(chosen, request.tokens, stop)
-            if sampled:
-                self.kv.vouch(chosen)
-
-    def fail(self, chosen):
-        request = self.live[chosen]
-        request.failed = True
-        held = set(self.kv._sequences[chosen].nodes)
-        self.kv.withdraw(chosen)
-        path, _, _ = self.kv._find(request.tokens.tobytes(), request.scope)
-        assert not any(map(self.is_spoiled, held & set(path))), "spoiled pages of a failed request can still be found"
-
-    def is_spoiled(self, node):
-        return any(self.spoiled[c][page, :node.num_tokens].any() for c, page in enumerate(node.pages) if page)
+            if data.draw(st.booleans()) or stop == len(self.live[chosen].tokens):
+                self.kv.commit(chosen, self.live[chosen].tokens, stop)
 
     def write(self, c, plan):
         shared = {node.pages[c] for node in self.kv._ledger.tree.nodes()} | {0}
@@ -239,21 +194,13 @@ class KvMachine(RuleBasedStateMachine):
                 assert (page, offset) not in written, "two rows wrote one slot"
                 written.add((page, offset))
                 self.slots[c][page, offset] = request.states[position]
-                request.infected |= position >= request.spoils_from or self.reads_spoiled(request, c, position)
-                self.spoiled[c][page, offset] = request.infected
-
-    def reads_spoiled(self, request, c, position):
-        return any(self.spoiled[c][request.table[c][at // PAGE], at % PAGE]
-                   for at in range(position) if self.in_reach(c, at, position + 1))
-
-    def in_reach(self, c, position, computed):
-        return self.kinds[c] == "full" or position < SINK_PAGES * PAGE or position > computed - WINDOW
 
     def check_reads(self, request):
         """What the next token would read is the request's own text, in every life cycle."""
-        for c in range(len(self.kinds)):
+        for c, kind in enumerate(self.kinds):
             for position in range(request.computed):
-                if self.in_reach(c, position, request.computed):
+                in_reach = kind == "full" or position < SINK_PAGES * PAGE or position > request.computed - WINDOW
+                if in_reach:
                     page = request.table[c][position // PAGE]
                     assert page != 0
                     assert self.slots[c][page, position % PAGE] == request.states[position]
@@ -263,7 +210,7 @@ class KvMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live and not self.plan)
     @rule(data=st.data())
     def finish_or_abort(self, data):
-        done = [i for i, r in self.live.items() if r.failed or r.computed == len(r.tokens)]
+        done = [i for i, r in self.live.items() if r.computed == len(r.tokens)]
         self.end(data.draw(st.sampled_from(done or sorted(self.live))))
 
     def end(self, chosen):
@@ -296,8 +243,6 @@ class KvMachine(RuleBasedStateMachine):
         for request in self.live.values():
             if request.ran:
                 self.check_reads(request)
-        for node in self.kv._ledger.tree.nodes():
-            assert not (node.vouched and self.is_spoiled(node)), "a spoiled page is vouched for"
 
     def teardown(self):
         if not hasattr(self, "kv"):

@@ -209,6 +209,24 @@ def test_a_row_with_non_finite_logits_ends_alone_and_leaves_no_pages(depth, chun
     assert rig.told[again].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_pages_that_hold_nan_ahead_of_its_cause_are_never_shared(depth, aborts):
+    rig = rig_of(depth=depth, chunk=7)
+    rig.engine.spoiling_token = 49
+    spoiled = [*range(10), 49, *range(20, 32)]
+    bad, good = rig.add(spoiled, 4), rig.add([*range(10), 40], 2)
+    for _ in range(2):
+        rig.executor.step()
+    if aborts:
+        rig.executor.abort(bad)
+    late = rig.add([*range(10), 41], 2)
+    finish(rig)
+    assert rig.told[bad].end == ("cancelled" if aborts else "NonFiniteLogitsError")
+    assert (rig.told[good].end, rig.told[late].end) == ("length", "length")
+    assert rig.told[late].num_cached_tokens >= 8, "what the good one left is shared"
+    assert rig.kv.match(np.array(spoiled, np.int32), rig.requests[bad].scope).num_tokens == 10
+
+
 @pytest.mark.parametrize("on_result", [False, True])
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_failing_step_ends_every_request_with_the_cause(depth, step, on_result):

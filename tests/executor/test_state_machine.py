@@ -1,8 +1,8 @@
 """The scheduler and the real cache over a strict fake engine, driven through anything that may happen.
 
 What must hold whatever the order: every accepted request ends exactly once; its tokens are those it gets
-alone; the fake engine sees no page read wrongly, shared while written or written twice; no page and no
-row is left over. Depth 0 and 1, tiny pools, tiny chunks.
+alone; one whose own tokens spoil the cache fails alone; the fake engine sees no page read wrongly, shared
+while written or written twice; no page and no row is left over. Depth 0 and 1, tiny pools, tiny chunks.
 """
 
 import dataclasses
@@ -17,9 +17,10 @@ from camshaft.core.errors import EngineDeadError, QueueFullError, RequestTooLarg
 from camshaft.executor.messages import PrefixScope
 from camshaft.testing.executor_rig import ExecutorRig, RigConfig
 
-VOCAB = 6
+VOCAB = 7
+SPOILING = VOCAB - 1
 SCOPES = (PrefixScope(model="fake"), PrefixScope(model="fake", adapter=1), PrefixScope(model="fake", salt="1"))
-BASES = np.random.default_rng(7).integers(0, VOCAB, (2, 24)).astype(np.int32)
+BASES = np.random.default_rng(7).integers(0, SPOILING, (2, 24)).astype(np.int32)
 MAX_SEQ_LEN = 48
 MAX_WAITING = 6
 
@@ -41,7 +42,8 @@ class Spec:
 
 SPECS = st.builds(
     Spec, base=st.sampled_from([0, 0, 1]), shared=st.integers(2, 24),
-    tail=st.lists(st.integers(0, VOCAB - 1), max_size=3), max_tokens=st.integers(1, 16), min_tokens=st.integers(0, 3),
+    tail=st.lists(st.integers(0, VOCAB - 1), max_size=3) | st.just([SPOILING, 0, 0, 0, 0]),
+    max_tokens=st.integers(1, 16), min_tokens=st.integers(0, 3),
     stops=st.sets(st.integers(0, VOCAB - 1), max_size=2), scope=st.sampled_from([0, 0, 0, 0, 1, 2]),
     reuse=st.sampled_from([True, True, True, False]), hot=st.booleans())
 
@@ -58,6 +60,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.rig = ExecutorRig(RigConfig(
             num_pages=1 + tokens // page_size, page_size=page_size, max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB,
             block_reuse=reuse[0], partial_reuse=reuse[1], scheduler=scheduler))
+        self.rig.engine.spoiling_token = SPOILING
         self.num_poisons = 0
         self.injected = False
 
@@ -133,7 +136,12 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.drain()
         ends = [told.end for told in self.rig.told.values()]
         assert self.injected or "EngineDeadError" not in ends
-        assert ends.count("NonFiniteLogitsError") <= self.num_poisons
+        clean = [told.end for request_id, told in self.rig.told.items()
+                 if SPOILING not in [*self.rig.requests[request_id].prompt_token_ids.tolist(), *told.token_ids]]
+        assert clean.count("NonFiniteLogitsError") <= self.num_poisons
+        for request_id, told in self.rig.told.items():
+            if SPOILING in self.rig.requests[request_id].prompt_token_ids:
+                assert not told.token_ids
         self.rig.executor.shutdown()
 
 

@@ -44,8 +44,7 @@ def _check_tree(ledger: PageLedger, nodes: list[Node], page_size: int) -> None:
         _require(node.num_tokens == page_size or not node.children, "a page that is not full has descendants")
         _require(node.labels == sorted({child.content for child in node.children})
                  == [child.content for child in node.children], "children are out of order or twice the same")
-        _require(not ledger.is_useless(node), "a page that nothing keeps is in the prefix tree")
-        _require(node.withdrawn or not parent.withdrawn, "a page can be found behind one that was withdrawn")
+        _require(bool(node.children) or any(node.pages), "a leaf of the prefix tree has no page")
 
 
 def _check_sequences(ledger: PageLedger, sequences: Items[Sequence]) -> None:

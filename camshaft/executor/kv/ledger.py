@@ -119,16 +119,12 @@ class PageLedger:
                 node.pages[k] = 0
                 self.pools[k].give(page)
                 self.queues[k].num_cached -= 1
-        self._settle(node)
-
-    def withdraw(self, node: Node) -> None:
-        """Let nobody find the node or what comes after it; each page is freed as soon as nobody holds it."""
-        below = [node]
-        for at in below:  # grows while it is walked: parents before children
-            at.withdrawn = True
-            below.extend(child for child in at.children if not child.withdrawn)
-        for at in reversed(below):
-            self._settle(at)
+        left: Node | None = node
+        while left is not None and not left.children and not any(left.pages):
+            self.sources.pop(left, None)
+            left = self.tree.remove(left)
+        if left is not None:
+            self._offer(left)
 
     def _evict(self, node: Node, c: int) -> None:
         self.num_evictions += 1
@@ -136,26 +132,8 @@ class PageLedger:
 
     def _touch(self, node: Node) -> None:
         node.last_used = self._clock
-        self._settle(node)
+        self._offer(node)
 
-    def _settle(self, changed: Node) -> None:
-        """Something let go of the node: it leaves the tree if nothing keeps it, and so upwards, or waits its turn."""
-        node: Node | None = changed if self.tree.holds(changed) else None
-        while node is not None and self.is_useless(node):
-            for c, page in enumerate(node.pages):
-                if page != 0:
-                    node.pages[c] = 0
-                    self.pools[c].give(page)
-                    self.queues[c].num_cached -= 1
-            self.sources.pop(node, None)
-            node = self.tree.remove(node)
-        if node is not None:
-            for queue in self.queues:
-                queue.offer(node)
-
-    @staticmethod
-    def is_useless(node: Node) -> bool:
-        """Whether a node is a leaf without pages, or a withdrawn one that no live request holds or copies from."""
-        if node.children:
-            return False
-        return not any(node.pages) or (node.withdrawn and node.num_copies == 0 and not any(node.refs))
+    def _offer(self, node: Node) -> None:
+        for queue in self.queues:
+            queue.offer(node)

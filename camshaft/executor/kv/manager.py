@@ -5,8 +5,8 @@ table must learn. Knows pages by number only: the tensors are the runtime's, the
 
 Order of calls. ``start`` once; then, for each step that feeds the request, ``reserve`` while the step is
 planned, its reservation carried out by that very step, and ``commit`` after the step was submitted;
-``release`` once, between steps, when no submitted step that names the request is still to run. Between
-steps too: ``vouch`` once finite logits came of a request, ``withdraw`` when others did. Single-threaded.
+``release`` once, between steps, when no submitted step that names the request is still to run.
+Single-threaded.
 
 Invariants.
 - A page is free, private to one request, or in the prefix tree; only private pages are written.
@@ -241,30 +241,6 @@ class KVCacheManager:
                 self._let_go(sequence, c, column)
             sequence.dropped[c] = max(gone.stop, sequence.dropped[c])
 
-    def vouch(self, request_id: RequestId) -> None:
-        """Finite logits have followed all that was committed, and will precede every commit still to come."""
-        sequence = self._sequence(request_id)
-        sequence.vouched = True
-        for node in sequence.nodes:  # not the source of a copy: only its first tokens were read
-            if node is not None:
-                node.vouched = True
-
-    def withdraw(self, request_id: RequestId) -> None:
-        """NaN or infinity came of a request: what it shares or took from others goes, unless it is vouched for.
-
-        Nobody finds those pages from now on, nor what lies behind them; who holds them keeps them. The request
-        leaves nothing more in the cache; it is released as any other. Pages of a prefix that gave finite logits
-        stay: they cannot be the cause.
-        """
-        sequence = self._sequence(request_id)
-        sequence.shares = False
-        sequence.late.clear()
-        sequence.tail = b""
-        suspects = [*sequence.nodes, None if sequence.copy is None else sequence.copy.node]
-        for node in suspects:
-            if node is not None and not node.vouched and not node.withdrawn and self._tree.holds(node):
-                self._ledger.withdraw(node)
-
     def release(self, request_id: RequestId) -> None:
         """Close the books of a request, exactly once. What it shares stays cached; the rest is free.
 
@@ -354,7 +330,6 @@ class KVCacheManager:
         node = self._ledger.publish(parent, content, pages)
         if node is None:
             return False
-        node.vouched = sequence.vouched
         sequence.last_node = sequence.nodes[column] = node
         return True
 

@@ -29,7 +29,7 @@ class Node:
     """
 
     __slots__ = ("children", "content", "key", "labels", "last_used", "num_copies", "pages", "parent", "refs",
-                 "scope", "vouched", "withdrawn")
+                 "scope")
 
     def __init__(self, parent: Node | None, key: bytes, content: bytes, pages: list[int]) -> None:
         self.parent = parent
@@ -40,10 +40,6 @@ class Node:
         self.num_copies = 0
         """Live requests that copied, or are to copy, from this page; it is evicted only where nothing else can be."""
         self.last_used = 0
-        self.vouched = False
-        """Whether finite logits have been computed from the page."""
-        self.withdrawn = False
-        """No request finds the page any more, nor what comes after it; it goes with the last one that holds it."""
         self.scope: PrefixScope | None = None
         """Set on roots only."""
         self.children: list[Node] = []
@@ -117,36 +113,33 @@ class PrefixTree:
         return found
 
     def walk(self, root: Node, content: bytes) -> list[Node]:
-        """Nodes of the longest cached prefix of ``content`` in whole pages, up to the first withdrawn one."""
+        """Nodes of the longest cached prefix of ``content`` in whole pages."""
         path: list[Node] = []
         node = root
         for stop in range(self._page_bytes, len(content) + 1, self._page_bytes):
             found = self.child(node, content[stop - self._page_bytes:stop])
-            if found is None or found.withdrawn:
+            if found is None:
                 break
             path.append(found)
             node = found
         return path
 
     def closest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
-        """The child sharing the most leading tokens with ``content``, and how many; (None, 0) if none shares any.
-
-        A withdrawn child is never returned, and may hide another that shares fewer tokens.
-        """
+        """The child sharing the most leading tokens with ``content``, and how many; (None, 0) if none shares any."""
         # in byte order, the longest common prefix is always with a neighbour of the place content would take
         at = bisect_left(parent.labels, content)
         best: Node | None = None
         most = 0
         for node in parent.children[max(at - 1, 0):at + 1]:
             shared = shared_tokens(node.content, content)
-            if shared > most and not node.withdrawn:
+            if shared > most:
                 best, most = node, shared
         return best, most
 
     def insert(self, parent: Node, content: bytes, pages: list[int]) -> Node | None:
-        """Add a page below ``parent``, whose own page is full; None where it is, or ``parent`` is gone or withdrawn."""
+        """Add a page below ``parent``, whose own page is full; None where it is already, or ``parent`` is gone."""
         key = chain_key(parent.key, content)
-        if self._lookup(parent, key, content) is not None or parent.withdrawn or not self.holds(parent):
+        if self._lookup(parent, key, content) is not None or not self.holds(parent):
             return None
         node = Node(parent, key, content, pages)
         at = bisect_left(parent.labels, content)

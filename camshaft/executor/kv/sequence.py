@@ -29,13 +29,11 @@ class Sequence:
     """
 
     __slots__ = ("copy", "dropped", "last_node", "late", "nodes", "num_chained", "num_computed", "num_told", "pages",
-                 "scope", "shares", "tail", "vouched")
+                 "scope", "shares", "tail")
 
     def __init__(self, *, scope: PrefixScope, shares: bool, num_cycles: int) -> None:
         self.scope = scope
         self.shares = shares
-        self.vouched = False
-        """Whether finite logits followed what it holds."""
         self.pages: list[list[int]] = [[] for _ in range(num_cycles)]
         """[life cycle][column]; 0 where the column is out of reach."""
         self.nodes: list[Node | None] = []
