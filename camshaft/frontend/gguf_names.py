@@ -17,6 +17,7 @@ import torch
 
 from camshaft.config.model import GenerationDefaults, ModelConfig, RopeConfig
 from camshaft.core.errors import CheckpointError
+from camshaft.layers.rope import inverse_frequencies
 from camshaft.models.config_fields import MAX_SIZE, check_heads
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -134,12 +135,9 @@ def _rope(meta: _Metadata, head_dim: int, factors: torch.Tensor | None) -> RopeC
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[head_dim / 2] float64: what Llama 3's scaling divides each frequency by (Llama 3.1 model card)."""
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = rope.original_max_position * rope.theta ** -pairs / (2 * math.pi)
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return 1 / ((1 - blend) / rope.factor + blend)
+    """[head_dim / 2] float64: what Llama 3's scaling divides each frequency by."""
+    plain = inverse_frequencies(dataclasses.replace(rope, kind="default"), head_dim)
+    return plain.double() / inverse_frequencies(rope, head_dim).double()
 
 
 def _llama3_rope(meta: _Metadata, theta: float, head_dim: int, factors: torch.Tensor) -> RopeConfig:
