@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import camshaft
+from camshaft.api.outputs import CompletionOutput, RequestOutput
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import field_docs
 from camshaft.config.kv import LifeCycleSpec
@@ -18,6 +19,8 @@ from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.config.sampling import UNSUPPORTED_DEFAULTS, SamplingFields
 from camshaft.core.env import VARIABLES
 from camshaft.engine.manifest import FORMAT_VERSION, DeviceRequirement, FileEntry, Manifest, TensorEntry
+from camshaft.executor.kv.manager import KvStats
+from camshaft.executor.stats import Counters, ExecutorStats
 
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST_PARTS = (BuildConfig, DeviceRequirement, FileEntry, GenerationDefaults, LifeCycleSpec, ModelConfig, RopeConfig,
@@ -50,6 +53,8 @@ SURFACES = {
                          **{part.__name__: [field.name for field in dataclasses.fields(part)]
                             for part in MANIFEST_PARTS}},
     "command_line": command_line,
+    "outputs": lambda: {part.__name__: [field.name for field in dataclasses.fields(part)]
+                        for part in (RequestOutput, CompletionOutput, ExecutorStats, Counters, KvStats)},
 }
 
 
