@@ -68,6 +68,8 @@ def _prompt_text(prompt: str | None) -> str:
         except UnicodeEncodeError as error:
             raise UserError("prompt", prompt, "UTF-8 text", "Convert the text to UTF-8") from error
         return prompt
+    if sys.stdin is None:
+        raise UserError("prompt", "-", "text on standard input, which is closed", "Give the text itself")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -82,7 +84,8 @@ def _answer(llm: LLM, text: str, params: SamplingParams, *, raw: bool, started: 
     for output in _stream(llm, ids, params):
         first = first or time.perf_counter()
         typer.echo(output.outputs[0].text_diff, nl=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
         last = output
     typer.echo("")
     if last is not None and first is not None:

@@ -28,13 +28,14 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def read_int(name: str) -> int | None:
-    """The value of a known variable as a positive whole number; None when unset."""
+def read_int(name: str, *, highest: int = 2**63 - 1) -> int | None:
+    """The value of a known variable as a whole number from 1 to ``highest``; None when unset."""
     text = read(name)
     if text is None:
         return None
-    if not text.isdigit() or int(text) == 0:
-        raise UserError(name, text, "a positive whole number", "Mend the environment variable")
+    # Python refuses to convert texts of thousands of digits, with an error of its own
+    if not text.isdecimal() or len(text) > 20 or not 0 < int(text) <= highest:
+        raise UserError(name, text, f"a whole number from 1 to {highest}", "Mend the environment variable")
     return int(text)
 
 

@@ -23,6 +23,9 @@ from camshaft.runtime.inputs import RowState, StepInputs
 from camshaft.runtime.sampler import Sampler
 from camshaft.runtime.step import StepOutput, StepPlan
 
+MAX_THREADS = 1024
+"""Bound of CPU threads a caller may ask for: far beyond it the process cannot start them, and dies."""
+
 
 @dataclasses.dataclass(slots=True)
 class FinishedStep:
@@ -50,7 +53,7 @@ class ModelEngine:
 
     def __init__(self, engine: Engine, *, num_pages: tuple[int, ...], num_threads: int | None = None,
                  device: torch.device | None = None) -> None:
-        threads = num_threads or env.read_int("CAMSHAFT_NUM_THREADS")
+        threads = num_threads or env.read_int("CAMSHAFT_NUM_THREADS", highest=MAX_THREADS)
         if threads is not None:
             torch.set_num_threads(threads)
         self.device = device or torch.device(engine.manifest.device.kind)

@@ -128,7 +128,7 @@ def test_a_mistake_is_answered_in_words(camshaft, engine, model, arguments, stat
     code, out, err = camshaft(*(text.replace("{engine}", str(engine)).replace("{model}", str(model))
                                 for text in arguments))
     assert code == status
-    assert words in err
+    assert all(part in err for part in words.split(": "))
     assert "Traceback" not in err
     assert out == ""
     if status == 1:
@@ -157,6 +157,25 @@ def test_build_inspect_run(camshaft, model, tmp_path):
     assert (code, "BAD" in out) == (1, True)
     code, _, err = camshaft("run", folder, *SMALL)
     assert (code, "CRC-32" in err, "Traceback" in err) == (1, True, False)
+
+
+def test_closed_standard_streams_are_no_bug(engine):
+    command = f"'{sys.executable}' -m camshaft run '{engine}' {' '.join(SMALL)} --max-tokens 2"
+    for redirection, status, words in (("-p - <&-", 1, "standard input, which is closed"), (">&-", 0, "2 new tokens"),
+                                       (">/dev/full", 1, "Error: [Errno 28]")):
+        done = subprocess.run(["bash", "-c", f"{command} --ignore-eos {redirection}"], cwd=ROOT, check=False, text=True,
+                              capture_output=True)
+        assert done.returncode == status, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("value", ["many", "0", "100000", "9" * 5000])
+def test_a_thread_count_no_machine_can_start_is_refused(camshaft, engine, monkeypatch, value):
+    monkeypatch.setenv("CAMSHAFT_NUM_THREADS", value)
+    code, _, err = camshaft("run", engine, *SMALL)
+    assert code == 1
+    assert "a whole number from 1 to 1024" in err
 
 
 def test_help_is_made_of_the_configurations_documentation(camshaft):

@@ -221,3 +221,11 @@ def test_pip_is_run_and_its_words_come_back(tmp_path, monkeypatch):
 def test_the_real_package_holds_the_model_whose_hash_is_written_down(smollm2_gguf):
     with Path(smollm2_gguf).open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == module.GGUF_SHA256
+
+
+def test_what_killed_downloads_left_is_cleared_by_the_next(world, tmp_path):
+    left = tmp_path / "cache" / "models" / ".download-killed"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"half")
+    default_model()
+    assert not left.exists()
