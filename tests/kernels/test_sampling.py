@@ -198,7 +198,7 @@ def call(logits_dtype=torch.float32, top_k_dtype=torch.int32):
 
 def test_native_is_chosen_where_it_can_serve():
     assert choose(SAMPLE, call(), native=True).impl == "native"
-    assert choose(SAMPLE, call(), native=False).impl == "ref"
+    assert choose(SAMPLE, call(), native=False).impl == "greedy_first"
 
 
 @pytest.mark.parametrize(("options", "reason"), [
