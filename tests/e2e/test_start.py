@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 GENERATE = """
 import json, sys
 from camshaft import LLM, SamplingParams
-with LLM(sys.argv[1], kv_cache={"max_bytes": 2**22}) as llm:
+with LLM(sys.argv[1], device="cpu", kv_cache={"max_bytes": 2**22}) as llm:
     out = llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)).outputs[0]
     print(json.dumps({"tokens": out.token_ids, "engine": llm.description["engine"]}))
 """
@@ -74,6 +74,23 @@ def test_a_read_only_cache_costs_a_warning(tiny_llama, expected, tmpfs):
     found, err = finish(start(tiny_llama, CAMSHAFT_CACHE_DIR=str(tmpfs)))
     assert found == {"tokens": expected, "engine": None}
     assert "engine cache" in err
+
+
+def test_a_read_only_cache_that_holds_the_engine_is_used(tiny_llama, expected, tmp_path):
+    usual = {"CAMSHAFT_CACHE_DIR": str(tmp_path), "CAMSHAFT_CC": "none"}
+    built, _ = finish(start(tiny_llama, **usual))
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "--bind", tmp_path, tmp_path], check=False, capture_output=True).returncode == 0
+    if not mounted:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", tmp_path], check=True)
+        found, err = finish(start(tiny_llama, **usual))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert found == built
+    assert found["tokens"] == expected
+    assert "engine cache" not in err
 
 
 def test_a_full_disk_under_the_cache_costs_a_warning_and_leaves_nothing(tiny_llama, expected, tmpfs):
