@@ -15,8 +15,8 @@
 
 #define MOST_WORKERS 255
 #define LINE 64              /* bytes of a cache line: what different threads write lies apart */
-#define WORKER_SPIN_NS 100000 /* longer than most gaps between two products of a step */
-#define CALLER_SPIN_NS 20000 /* a chunk's length; a worker that takes longer lost its core, and may need this one */
+#define WORKER_SPIN_NS 50000 /* longer than most gaps between two products of a step; more costs a busy neighbour */
+#define CALLER_SPIN_NS 10000 /* about a chunk; a worker that takes longer lost its core, and may need this one */
 #define SPINS_A_LOOK 32      /* at the clock */
 
 typedef struct {

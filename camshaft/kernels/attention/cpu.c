@@ -14,7 +14,7 @@
 #define BLOCK 64
 #define QUERY_ROWS 64 /* query rows (tokens x heads of a group) that share one pass over the keys */
 #define KEPT_FLOATS (8l << 20) /* most memory for partials when blocks are shared out */
-#define SERIAL_PRODUCTS 50000 /* less work than this costs less than waking threads */
+#define SERIAL_PRODUCTS 100000 /* less work than this costs less than waking threads */
 #define ALIGNMENT 64
 #define STACK_BYTES 65536l /* what a token or two of one row need */
 #define JOINED_FLOATS 16384 /* merged before a thread goes for more */
