@@ -21,7 +21,7 @@ def reject_unknown(given: Mapping[str, Any], known: tuple[str, ...], *, where: s
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(known))}"
-            raise UserError(name, given[name], f"not an option of {where}", hint)
+            raise UserError(name, given[name], f"an option of {where}", hint)
 
 
 def config_from(cls: type[C], given: C | Mapping[str, Any] | None, *, where: str) -> C:

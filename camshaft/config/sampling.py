@@ -65,11 +65,11 @@ class SamplingParams(SamplingFields):
         for name in sorted(kwargs.keys() & UNSUPPORTED_DEFAULTS.keys()):
             value, default = kwargs.pop(name), UNSUPPORTED_DEFAULTS[name]
             if value is not None and not (isinstance(value, bool | int) and value == default):
-                raise UserError(name, value, f"not supported by this version; only {default!r} is accepted",
+                raise UserError(name, value, f"{default!r}, all that this version supports",
                                 "Leave it out")
         known = {field.name for field in dataclasses.fields(SamplingFields)}
         for name in sorted(kwargs.keys() - known):
-            raise UserError(name, kwargs[name], "not a sampling parameter", f"Known: {', '.join(sorted(known))}")
+            raise UserError(name, kwargs[name], "a sampling parameter", f"Known: {', '.join(sorted(known))}")
         for name in ("stop", "stop_token_ids"):
             if isinstance(kwargs.get(name), list):
                 kwargs[name] = tuple(kwargs[name])
@@ -89,7 +89,7 @@ class SamplingParams(SamplingFields):
             if value is not None:
                 check_range(name, value, low, high)
         if self.top_p == 0.0:
-            raise UserError("top_p", self.top_p, "above 0, up to 1", "Use temperature=0 for greedy")
+            raise UserError("top_p", self.top_p, "a number above 0, up to 1", "Use temperature=0 for greedy")
         if self.top_k is not None:
             check_int("top_k", self.top_k, 0, INT32_MAX)
         if self.seed is not None:
@@ -103,7 +103,7 @@ class SamplingParams(SamplingFields):
         if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
             raise UserError("stop", self.stop, "a non-empty string or a list of them")
         if stop and not self.detokenize:
-            raise UserError("stop", self.stop, "needs detokenize=True", "Use stop_token_ids for token-only output")
+            raise UserError("stop", self.stop, "detokenize=True beside it", "Use stop_token_ids for token-only output")
         ids = self.stop_token_ids or ()
         if not isinstance(ids, tuple):
             raise UserError("stop_token_ids", self.stop_token_ids, "a list of token ids")

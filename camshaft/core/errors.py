@@ -54,7 +54,7 @@ class UserError(CamshaftError, ValueError):
     """Input the caller can mend.
 
     ``field`` is the name the caller typed, ``value`` what it held, ``allowed`` the accepted
-    range or set in words, ``remedy`` the next thing to do.
+    range or set in words that go on from "expected", ``remedy`` the next thing to do.
     """
 
     def __init__(self, field: str, value: object, allowed: str, remedy: str = "") -> None:
@@ -62,7 +62,7 @@ class UserError(CamshaftError, ValueError):
         self.value = value
         self.allowed = allowed
         self.remedy = remedy
-        text = f"{field}={_shown(value)}: {allowed}"
+        text = f"{field}={_shown(value)}: expected {allowed}"
         super().__init__(f"{text}. {remedy}" if remedy else text)
 
 

@@ -44,7 +44,7 @@ class Registry(Generic[T]):
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else ""
-        raise UserError(self.kind, name, f"known: {', '.join(self.names()) or 'none'}", hint)
+        raise UserError(self.kind, name, f"one of those known: {', '.join(self.names()) or 'none'}", hint)
 
     def names(self) -> tuple[str, ...]:
         """All registered names, sorted."""

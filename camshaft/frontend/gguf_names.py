@@ -104,7 +104,7 @@ class _Metadata:
 
 def _check_supported(meta: _Metadata, inventory: Inventory) -> None:
     if meta.text("general.architecture", "") != "llama":
-        raise meta.refuse("general.architecture", "'llama' is the only GGUF architecture supported so far "
+        raise meta.refuse("general.architecture", "'llama', the only GGUF architecture supported so far "
                           "(Llama, Mistral, SmolLM2)", "Use the model's Hugging Face folder, or another model")
     if meta.whole("split.count", 1) > 1:
         raise meta.refuse("split.count", "a file in one part",
@@ -113,7 +113,7 @@ def _check_supported(meta: _Metadata, inventory: Inventory) -> None:
         raise meta.refuse("llama.expert_count", "a model without experts; mixtures are not supported from GGUF")
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in inventory:
-            raise CheckpointError("tensor", name, f"present in {meta.path}", "Download or convert the file again")
+            raise CheckpointError("tensor", name, f"to be present in {meta.path}", "Download or convert the file again")
     if len(inventory["token_embd.weight"][0]) != 2:
         raise CheckpointError("tensor", "token_embd.weight", f"two dimensions in {meta.path}",
                               "Download or convert the file again")

@@ -32,7 +32,7 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
     path = _existing(name)
     if path is not None:
         if revision is not None:
-            raise ModelNotFoundError("revision", revision, f"not given: {name} is a local path",
+            raise ModelNotFoundError("revision", revision, f"none, as {name} is a local path",
                                      "Leave revision out, or give a hub id")
         return path
     if isinstance(name, Path) or _looks_like_path(name):

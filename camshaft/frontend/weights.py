@@ -71,12 +71,12 @@ def bind_weights(family: ModelFamily, config: ModelConfig, tensors: Mapping[str,
     shapes = _parameter_shapes(family, config)
     missing = sorted(name for name in names.values() if name not in tensors)
     if missing:
-        raise CheckpointError("tensors", _some(missing), "present in the checkpoint; they are missing",
+        raise CheckpointError("tensors", _some(missing), "to be present in the checkpoint; they are missing",
                               "Download the model again")
     left_over = sorted(name for name in tensors.keys() - set(names.values())
                        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in IGNORABLE))
     if left_over:
-        raise CheckpointError("tensors", _some(left_over), f"known to the {config.architecture} definition",
+        raise CheckpointError("tensors", _some(left_over), f"to be known to the {config.architecture} definition",
                               "The checkpoint holds weights this definition would not use, so its output would differ")
     bound = {}
     for parameter, name in names.items():

@@ -61,7 +61,7 @@ def choose(op: Op, call: OpCall, *, native: bool, forced: str | None = None) -> 
     for verdict in verdicts:
         if verdict.impl == forced:
             if not verdict.ok:
-                raise UserError(f"kernels.{op.spec.name}", forced, f"cannot serve this call: {verdict.reason}",
+                raise UserError(f"kernels.{op.spec.name}", forced, f"one that serves this call ({verdict.reason})",
                                 "Force another implementation, or leave the choice open")
             return dataclasses.replace(verdict, reason="forced")
     raise UserError(f"kernels.{op.spec.name}", forced, "one of " + ", ".join(sorted(op.impls)))

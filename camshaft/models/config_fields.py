@@ -61,7 +61,8 @@ def require(data: Mapping[str, Any], name: str, accepted: tuple[Any, ...]) -> No
     """CheckpointError unless the field is missing, null or one of ``accepted``."""
     value = data.get(name)
     if value is not None and value not in accepted:
-        raise CheckpointError(f"config.json {name}", value, f"only {' or '.join(map(repr, accepted))} is supported")
+        raise CheckpointError(f"config.json {name}", value,
+                              f"{' or '.join(map(repr, accepted))}, as no other is supported")
 
 
 def rope_field(data: Mapping[str, Any], *, default_theta: float = 10000.0) -> RopeConfig:
@@ -88,6 +89,6 @@ def rope_field(data: Mapping[str, Any], *, default_theta: float = 10000.0) -> Ro
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     low, high = float_field(scaling, "low_freq_factor"), float_field(scaling, "high_freq_factor")
     if low >= high:
-        raise CheckpointError("config.json low_freq_factor", low, f"below high_freq_factor ({high:g})", _BROKEN)
+        raise CheckpointError("config.json low_freq_factor", low, f"less than high_freq_factor ({high:g})", _BROKEN)
     return RopeConfig(theta=theta, kind=kind, factor=factor, low_freq_factor=low, high_freq_factor=high,
                       original_max_position=int_field(scaling, "original_max_position_embeddings"))

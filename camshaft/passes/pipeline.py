@@ -59,7 +59,7 @@ def select_passes(skip: Sequence[str], passes: Sequence[Pass] | None = None) -> 
     for step in kept:
         missing = [name for name in step.needs if name in skip]
         if missing:
-            raise UserError("skip_passes", missing[0], f"pass {step.name} needs it", f"Skip {step.name} too")
+            raise UserError("skip_passes", missing[0], f"no such name: {step.name} needs it", f"Skip {step.name} too")
     return kept
 
 

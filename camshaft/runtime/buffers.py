@@ -47,7 +47,7 @@ def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) 
     pages = budget // page_bytes
     if pages < 2:
         raise UserError(field, int(asked) if asked.is_integer() else asked,
-                        f"gives {budget} bytes; two pages (one of them spare) of {page_bytes} bytes are the least",
+                        f"two pages (one of them spare) of {page_bytes} bytes at least; it gives {budget} bytes",
                         f"Raise it, or set kv_cache.max_bytes to {2 * page_bytes} or more")
     return (pages,) * len(life_cycles)
 

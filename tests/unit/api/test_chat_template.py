@@ -115,7 +115,7 @@ def test_an_assistant_message_may_hold_only_tool_calls():
 @pytest.mark.parametrize(("messages", "field"), [
     ("Hi", "messages='Hi'"),
     ({"role": "user", "content": "Hi"}, "messages={"),
-    ([], r"messages=\[\]: at least one"),
+    ([], r"messages=\[\]: expected at least one"),
     (["Hi"], r"messages[0]='Hi'"),
     ([*HI, {"content": "x"}], "messages[1].role=None"),
     ([{"role": 3, "content": "x"}], "messages[0].role=3"),

@@ -70,7 +70,7 @@ def test_tables_of_old_exporters_are_ignored():
 def test_a_shape_that_differs_names_tensor_and_both_shapes():
     config, tensors = load()
     tensors["model.norm.weight"] = constant(torch.ones(65), "norm")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight=\[65\]: shape \[64\]"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight=\[65\]: expected shape \[64\]"):
         bind(config, tensors)
 
 

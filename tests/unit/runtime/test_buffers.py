@@ -31,7 +31,8 @@ def test_max_bytes_is_an_absolute_cap(engine, max_bytes, pages):
 
 def test_a_cap_beyond_the_free_memory_is_refused_with_the_numbers(engine, monkeypatch):
     monkeypatch.setattr("camshaft.runtime.buffers.free_bytes", lambda device: 5 * PAGE_BYTES)
-    with pytest.raises(UserError, match=rf"kv_cache.max_bytes={6 * PAGE_BYTES}: at most the {5 * PAGE_BYTES} bytes"):
+    refused = rf"kv_cache.max_bytes={6 * PAGE_BYTES}: expected at most the {5 * PAGE_BYTES} bytes"
+    with pytest.raises(UserError, match=refused):
         kv_pages_for(engine, KvCacheConfig(max_bytes=6 * PAGE_BYTES), CPU)
 
 
