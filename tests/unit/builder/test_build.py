@@ -16,7 +16,7 @@ from camshaft.frontend.hf_folder import HfFolderCheckpoint
 from camshaft.ir.text import dump_graph, parse_graph
 from camshaft.testing.tiny import write_tiny_llama
 
-CFG = BuildConfig(max_batch_size=4, max_num_tokens=16)
+CFG = BuildConfig(device="cpu", max_batch_size=4, max_num_tokens=16)
 
 
 @pytest.fixture(scope="module")

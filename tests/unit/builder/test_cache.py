@@ -22,7 +22,7 @@ from camshaft.core import device as devices
 from camshaft.core.errors import ModelNotFoundError, UserError
 from camshaft.testing.tiny import write_tiny_llama
 
-CFG = BuildConfig(max_batch_size=4, max_num_tokens=16)
+CFG = BuildConfig(device="cpu", max_batch_size=4, max_num_tokens=16)
 REPOSITORY = Path(cache.__file__).parents[2]
 SOURCES_HASH = cache._sources_hash
 
