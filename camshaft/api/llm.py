@@ -125,12 +125,15 @@ class LLM:
         """Start one request and return at once: await it, iterate it, or ``abort()`` it."""
         if not _is_single(inputs):
             raise UserError("inputs", inputs, "one prompt", "Call generate_async once a prompt")
-        return self._submit_all([inputs], [sampling_params or SamplingParams()], ["prompt"])[0]
+        return self._submit_all([inputs], _one_each(sampling_params, 1), ["prompt"])[0]
 
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: SamplingParams | None = None, *,
              tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
              **template_kwargs: Any) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation (a list of messages with role and content), or a list of conversations."""
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise UserError("messages", messages, "a list of messages, or a list of such lists",
+                            "Give [{'role': 'user', 'content': '…'}]")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         prompts = [{"prompt_token_ids": self.apply_chat_template(
@@ -255,7 +258,10 @@ def _unwrap(prompt: Prompt, name: str) -> str | Sequence[int]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    chosen = list(params)
+    chosen = list(params) if isinstance(params, Sequence) else [params]
+    for one in chosen:
+        if not isinstance(one, SamplingParams):
+            raise UserError("sampling_params", one, "a SamplingParams", "Give e.g. SamplingParams(max_tokens=32)")
     if len(chosen) != count:
         raise UserError("sampling_params", f"{len(chosen)} of them", f"one, or one a prompt ({count})")
     return chosen

@@ -146,7 +146,8 @@ def _explained(repo: str, revision: str | None, error: Exception) -> ModelNotFou
         return ModelNotFoundError("model", repo, f"a download that can be stored ({found})",
                                   "Free disk space, or set HF_HOME to a folder that can be written")
     return ModelNotFoundError("model", repo, f"a reachable Hugging Face hub ({type(found).__name__}: {found})",
-                              "Check the network connection and proxy, or give a local folder")
+                              "Check the network connection and proxy, or give a local folder; the default "
+                              "model, used when none is given, also comes from PyPI")
 
 
 def _check_complete(repo: str, folder: Path) -> None:

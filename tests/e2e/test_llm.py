@@ -59,6 +59,20 @@ def test_malformed_prompts_are_refused_by_name(llm, prompt):
         llm.generate(prompt)
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, {}, "greedy", 7, [{}], [None]])
+def test_sampling_parameters_of_another_kind_are_refused_by_name(llm, params):
+    for call in (llm.generate, llm.generate_async):
+        with pytest.raises(UserError, match=r"sampling_params=.*SamplingParams"):
+            call("a", params)
+
+
+@pytest.mark.parametrize("messages", ["hi", b"hi", 7, None, {"role": "user", "content": "hi"}])
+def test_a_conversation_of_another_kind_is_refused_as_it_was_given(llm, messages):
+    with pytest.raises(UserError, match=r"messages=.*expected a list of messages") as refused:
+        llm.chat(messages)
+    assert refused.value.value == messages
+
+
 def test_one_bad_prompt_is_named_and_nothing_of_the_batch_runs(llm):
     before = llm.get_stats()["counters"]["num_finished"]
     with pytest.raises(UserError, match=r"prompts\[1\]"):

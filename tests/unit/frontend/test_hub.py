@@ -194,7 +194,7 @@ FAILURES = {
     "hub down": (lambda: hub_error(errors.HfHubHTTPError, 503), "failed with status 503.*later"),
     "gated": (lambda: hub_error(errors.GatedRepoError, 403), "Accept its licence"),
     "offline": (lambda: errors.OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE is set"),
-    "no network": (lambda: ConnectionError("name or service not known"), "reachable Hugging Face hub.*proxy"),
+    "no network": (lambda: ConnectionError("name or service not known"), "reachable Hugging Face hub.*proxy.*PyPI"),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), "No space left.*Free disk space.*HF_HOME"),
     "bad id": (lambda: errors.HFValidationError("two dots"), r"valid hub id \(two dots\)"),
 }
