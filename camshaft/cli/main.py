@@ -12,7 +12,7 @@ import typer
 import camshaft
 from camshaft.cli.build import build
 from camshaft.cli.inspect import inspect
-from camshaft.cli.options import GroupedCommand
+from camshaft.cli.options import GroupedCommand, GroupWithEnvironment
 from camshaft.cli.run import run
 from camshaft.core.errors import CamshaftError
 
@@ -20,7 +20,7 @@ STOPPED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after SIGTERM, as shells count them."""
 
 app = typer.Typer(name="camshaft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  rich_markup_mode=None,
+                  rich_markup_mode=None, cls=GroupWithEnvironment,
                   help="Run large language models: build once, run optimised, schedule dynamically.")
 app.command(cls=GroupedCommand)(run)
 app.command(cls=GroupedCommand)(build)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from camshaft.config.doc import FieldDoc, field_docs
 from camshaft.config.parse import config_from
+from camshaft.core.env import VARIABLES
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., None])
@@ -36,6 +37,15 @@ class GroupedCommand(TyperCommand):
         for title in sorted(groups, key=lambda title: title not in ("Arguments", "Options")):
             with formatter.section(title):
                 formatter.write_dl(groups[title])
+
+
+class GroupWithEnvironment(TyperGroup):
+    """The root command; its help ends with the environment variables, from their one list."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write a line a variable."""
+        with formatter.section("Environment variables"):
+            formatter.write_dl(list(VARIABLES.items()))
 
 
 def _flag(name: str) -> str:

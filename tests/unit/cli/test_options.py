@@ -13,6 +13,7 @@ from camshaft.cli.run import DEFAULT_MAX_TOKENS
 from camshaft.config.doc import Doc
 from camshaft.config.runtime import KvCacheConfig
 from camshaft.config.sampling import SamplingFields
+from camshaft.core.env import VARIABLES
 from camshaft.core.errors import UserError
 
 
@@ -73,6 +74,12 @@ def test_help_writes_every_name_in_full_and_in_groups_on_a_narrow_terminal(comma
 
 def test_a_panel_is_titled_as_its_class_is_called():
     assert [_title(config) for config in (KvCacheConfig, SamplingFields, Memory)] == ["KV Cache", "Sampling", "Memory"]
+
+
+def test_the_commands_help_documents_every_environment_variable():
+    shown = " ".join(CliRunner().invoke(app, ["--help"], catch_exceptions=False).output.split())
+    for name, text in VARIABLES.items():
+        assert f"{name} {text}" in shown
 
 
 def test_the_help_of_run_tells_the_limit_that_run_uses():
