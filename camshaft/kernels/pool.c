@@ -1,8 +1,9 @@
 /* The thread pool of all kernels in this library.
  *
- * A job is a number of chunks. Whoever takes one lowers a shared counter, and only then looks at what the job is:
- * while a taken chunk is unfinished the job cannot change, so a late worker finds either a chunk of the present job
- * or none. The caller takes chunks too and in the end waits for those in work, never for a worker that sleeps or
+ * A job is a number of chunks. Whoever takes some lowers a shared counter, and only then looks at what the job is:
+ * while a taken chunk is unfinished the job cannot change, so a late worker finds either chunks of the present job
+ * or none. Many are taken at once at first, for long streams through memory, and one at a time at last, so that all
+ * end together. The caller takes chunks too and in the end waits for those in work, never for a worker that sleeps or
  * was put off its core: a busy neighbour then costs its share of the cores and no more. Threads that wait
  * spin for a moment and sleep after it. */
 #include "pool.h"
@@ -56,17 +57,25 @@ static void relax(void) {
 
 static uint64_t opened(int helpers, long chunks) { return (uint64_t)helpers << 32 | (uint32_t)chunks; }
 static long chunks_in(uint64_t open) { return (long)(uint32_t)open; }
-static int may_take(uint64_t open, int index) { return chunks_in(open) && index < (int)(open >> 32); }
+static int helpers_in(uint64_t open) { return (int)(open >> 32); }
+static int may_take(uint64_t open, int index) { return chunks_in(open) && index < helpers_in(open); }
+
+/* Chunks to take at once: half of a thread's even share of what is left. */
+static long portion(uint64_t open) {
+    long chunks = chunks_in(open) / (2 * (helpers_in(open) + 1));
+    return chunks > 0 ? chunks : 1;
+}
 
 /* Takes and does chunks until none is open to worker `index` (-1: the caller); returns how many. */
 static long take_chunks(int index) {
     long taken = 0;
     uint64_t open = atomic_load(&pool.open);
     while (may_take(open, index)) {
-        if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-        long first = (pool.chunks - chunks_in(open)) * pool.grain, last = first + pool.grain;
+        long chunks = portion(open);
+        if (!atomic_compare_exchange_weak(&pool.open, &open, open - (uint64_t)chunks)) continue;
+        long first = (pool.chunks - chunks_in(open)) * pool.grain, last = first + chunks * pool.grain;
         pool.work(pool.context, first, last < pool.count ? last : pool.count, index + 1);
-        taken++;
+        taken += chunks;
         open = atomic_load(&pool.open);
     }
     return taken;
