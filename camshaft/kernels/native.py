@@ -10,15 +10,18 @@ call says how many may work on it (``torch.get_num_threads()``), and waiting one
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,12 +30,17 @@ import torch
 
 from camshaft.core import env
 from camshaft.core.device import probe_cpu
-from camshaft.core.errors import EngineCorruptError
+from camshaft.core.errors import EngineCorruptError, EngineError, EngineVersionError
 from camshaft.core.log import logger
 from camshaft.kernels.op import OpCall, TensorInfo
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-pthread", "-ffp-contract=fast", "-fno-math-errno",
          "-fno-trapping-math", "-fPIC", "-fvisibility=default")
+X86_FLAGS = ("-mtune=haswell",)
+"""Tuned for CPUs on which compilers do not split some chains of multiply-adds and leave others fused: whether a sum is
+rounded once or twice must not depend on which loop it stands in."""
+_STAMP = "camshaft_sources"
+"""Name of the string inside a library that says which sources it was compiled from."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtype codes of ``native.h``; kernels take only these."""
 _COMPILERS = ("cc", "gcc", "clang")
@@ -52,6 +60,10 @@ def source_files() -> tuple[Path, ...]:
 def _all_sources() -> tuple[Path, ...]:
     """The families' files, and those that serve all of them."""
     return (*source_files(), *sorted(_FOLDER.glob("*.c")))
+
+
+def _flags() -> tuple[str, ...]:
+    return FLAGS + (X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
 
 
 def find_compiler() -> str | None:
@@ -82,11 +94,17 @@ def _compiler_version(compiler: str) -> str:
 def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
     cpu = probe_cpu()
-    facts = (compiler, _compiler_version(compiler), *FLAGS, cpu.name, *cpu.features)
+    facts = (compiler, _compiler_version(compiler), *_flags(), cpu.name, *cpu.features, sources_hash())
     digest.update("\0".join(facts).encode())
+    return digest.hexdigest()[:12]
+
+
+def sources_hash() -> str:
+    """SHA-256, in hex and cut to 16 digits, of every C source and header: libraries of equal hash take equal calls."""
+    digest = hashlib.sha256()
     for path in (*_all_sources(), *sorted(_FOLDER.glob("**/*.h"))):
         digest.update(str(path.relative_to(_FOLDER)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:16]
 
 
 def _run(command: list[str]) -> str:
@@ -126,16 +144,22 @@ def compile_library(folder: Path) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             _compile(compiler, folder, target)
         load_library(target)
-    except (OSError, _BuildError, EngineCorruptError) as error:
+    except (OSError, _BuildError, EngineError) as error:
         logger.warning("CPU kernels fall back to torch: %s", error)
         return None
     return target
 
 
 def _compile(compiler: str, folder: Path, target: Path) -> None:
-    command = [*shlex.split(compiler), *FLAGS]
+    command = [*shlex.split(compiler), *_flags()]
+    for left in folder.glob(".compile-*"):  # of a process that was killed: no living one takes so long
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 2 * _TIMEOUT_SECONDS * len(source_files()):
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compile-") as scratch:
-        sources = _all_sources()
+        stamp = Path(scratch) / "stamp.c"
+        stamp.write_text(f'const char {_STAMP}[] = "{sources_hash()}";\n', encoding="ascii")
+        sources = (*_all_sources(), stamp)
         objects = [str(Path(scratch) / f"{source.parent.name}-{source.stem}.o") for source in sources]
         commands = [[*command, "-c", f"-I{_FOLDER}", str(source), "-o", made]
                     for source, made in zip(sources, objects, strict=True)]
@@ -158,9 +182,22 @@ def entry(library: ctypes.CDLL, name: str, layout: str) -> tuple[Callable[[bytes
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Load a compiled library. Raises EngineCorruptError where the file is missing, damaged or not executable here."""
+    """Load a compiled library and check that it was made from the C sources of this version.
+
+    Raises EngineCorruptError where the file is missing, damaged or not executable here, EngineVersionError where
+    its kernels may take other arguments than this version passes.
+    """
     try:
-        return ctypes.CDLL(str(path.resolve()))
+        library = ctypes.CDLL(str(path.resolve()))
     except OSError as error:
         raise EngineCorruptError("native library", found=str(error), needed=f"a loadable {path.name}",
                                  remedy="Build the engine again on this machine") from error
+    needed = sources_hash()
+    try:
+        found = (ctypes.c_char * len(needed)).in_dll(library, _STAMP).value.decode("ascii", "replace")
+    except ValueError:
+        found = "none"
+    if found != needed:
+        raise EngineVersionError("native library's sources", found=found, needed=needed,
+                                 remedy="Build the engine again with this version of camshaft")
+    return library

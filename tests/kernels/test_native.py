@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from camshaft.core.errors import EngineCorruptError
+from camshaft.core.errors import EngineCorruptError, EngineVersionError
 from camshaft.kernels import native
 from camshaft.kernels.dispatch import bind
 from camshaft.kernels.op import OPS, load_families
@@ -67,6 +67,14 @@ def test_changed_sources_get_another_name(small_source, tmp_path):
     second = native.compile_library(tmp_path)
     assert first != second
     assert native.load_library(second).camshaft_answer() == 43
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_refused(small_source, tmp_path):
+    path = native.compile_library(tmp_path)
+    small_source.write_text("int camshaft_answer(int more) { return more; }\n")
+    with pytest.raises(EngineVersionError, match="Build the engine again"):
+        native.load_library(path)
 
 
 @needs_compiler
