@@ -25,7 +25,7 @@ from camshaft.executor.messages import GenerationRequest, Increment
 from camshaft.executor.microbatch import MicroBatchScheduler
 from camshaft.executor.request import ExecutorLimits, RequestSize, check_fits, check_request
 from camshaft.executor.stats import ExecutorStats
-from camshaft.runtime.step import StepHandle, StepRunner
+from camshaft.runtime.step import StepHandle, StepPlan, StepRunner
 
 Sink = Callable[[list[Increment]], None]
 """Takes one step's increments, at most one call a step; must return at once."""
@@ -43,7 +43,7 @@ class Executor:
                  scheduler: SchedulerConfig, sink: Sink) -> None:
         if scheduler.overlap_depth is None:
             raise InternalError("the scheduler configuration is not resolved")
-        self._runner = runner
+        self._runner: StepRunner = runner
         self._kv = kv
         self._limits = limits
         self._sink = sink
@@ -131,6 +131,10 @@ class Executor:
             thread.join(timeout)
             if thread.is_alive():
                 self._abandon()
+                return
+        else:
+            return
+        self._runner = _Stopped()  # the weights and the KV memory go now, however long this object is kept
 
     def step(self) -> bool:
         """One turn: intake, plan, submit, read the oldest step. False when there is nothing left to do.
@@ -268,6 +272,14 @@ class Executor:
 
     def _has_work(self) -> bool:
         return bool(self._inbox) or self._stopping or self._failure is not None
+
+
+class _Stopped:
+    """Stands where the runner was, once nothing may run any more."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Never: a stopped executor plans no step."""
+        raise InternalError(f"step {plan.step} was planned after the shutdown")
 
 
 def _ended_ids(news: list[Increment]) -> list[RequestId]:

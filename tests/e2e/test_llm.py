@@ -1,13 +1,16 @@
 """The LLM API on a tiny model: arity, streams, stops, errors, aborts, shutdown."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
 from camshaft import LLM, SamplingParams, UserError
 from camshaft.core.errors import RequestTooLargeError
+from camshaft.runtime.model_engine import ModelEngine
 
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 
@@ -201,6 +204,24 @@ def test_shutdown_ends_what_runs_and_refuses_what_comes(tiny_engine):
     assert running.snapshot().finished
     with pytest.raises(UserError, match="shut down"):
         llm.generate("more")
+
+
+def test_shutdown_gives_weights_and_kv_memory_back_while_the_llm_is_kept(tiny_engine, monkeypatch):
+    made = []
+    real = ModelEngine.__init__
+
+    def spy(self, *args, **options):
+        real(self, *args, **options)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(ModelEngine, "__init__", spy)
+    llm = LLM(tiny_engine, kv_cache={"max_bytes": 2**24})
+    assert llm.generate([5, 6], SamplingParams(max_tokens=2)).finished
+    assert made[0]() is not None
+    llm.shutdown()
+    gc.collect()
+    assert made[0]() is None
+    assert llm.get_stats()["num_running"] == 0
 
 
 def test_unknown_options_are_refused_with_a_suggestion(tiny_engine):
