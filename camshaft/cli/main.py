@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from types import FrameType
@@ -43,6 +45,16 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
 
 
+def _give_up_output() -> None:
+    """Let what standard output could not take go nowhere: the interpreter would try again at exit, and say so."""
+    if sys.stdout is None:  # closed before we started
+        return
+    with contextlib.suppress(OSError, ValueError):  # closed since
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def main() -> None:
     """Entry point of the console script. Ctrl-C and a request to terminate unwind, so that nothing is left behind."""
     signal.signal(signal.SIGTERM, _end)
@@ -57,6 +69,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:  # typer ends quietly on a closed pipe; the rest is disks, permissions, networks
         typer.echo(f"Error: {error}", err=True)
+        _give_up_output()
         sys.exit(1)
     except MemoryError:
         typer.echo("Error: this machine has not enough memory. Use a smaller model or type, or a smaller KV cache "

@@ -276,7 +276,9 @@ def test_native_code_is_carried_checked_and_loaded_on_demand(tmp_path, monkeypat
         assert engine.library().PyInit__ctypes
         assert engine.manifest.native.file == "libkernels-abc.so"
     copy = tmp_path / "engine" / "libkernels-abc.so"
-    copy.write_bytes(copy.read_bytes()[:-1])
+    cut = copy.read_bytes()[:-1]
+    copy.unlink()  # never write into a loaded library
+    copy.write_bytes(cut)
     with pytest.raises(EngineCorruptError, match="libkernels-abc"):
         Engine.load(tmp_path / "engine")
 
