@@ -47,7 +47,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _give_up_output() -> None:
     """Let what standard output could not take go nowhere: the interpreter would try again at exit, and say so."""
-    if sys.stdout is None:  # closed before we started
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:  # closed before we started, or someone else's
         return
     with contextlib.suppress(OSError, ValueError):  # closed since
         nowhere = os.open(os.devnull, os.O_WRONLY)

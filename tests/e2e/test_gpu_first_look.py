@@ -110,7 +110,7 @@ def test_the_same_engine_gives_the_same_tokens_on_the_card(engine):
 
 
 def test_an_engine_built_elsewhere_loads_and_replays(request):
-    """Give ``--foreign-engine FOLDER``: an engine another torch version built, with its CPU tokens in tokens.json."""
+    """Give ``--foreign-engine=FOLDER``: an engine another torch version built, with its CPU tokens in tokens.json."""
     folder = request.config.getoption("--foreign-engine")
     if folder is None:
         pytest.skip("no --foreign-engine given")

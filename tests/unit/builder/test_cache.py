@@ -264,7 +264,7 @@ def test_two_processes_share_one_build(model):
             "def loud(*a, **k): print('built', flush=True); return real(*a, **k)\n"
             "r.build = loud\n"
             "from camshaft.builder.cache import cached_engine; from camshaft.config.build import BuildConfig\n"
-            f"e = cached_engine({str(model)!r}, BuildConfig(max_batch_size=4, max_num_tokens=16))\n"
+            f"e = cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n"
             "print(e.manifest.weights_id)\n")
     running = [subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
                for _ in range(2)]
@@ -279,7 +279,7 @@ def test_the_second_start_imports_nothing_of_the_build_side(model, monkeypatch):
     cached_engine(model, CFG)
     code = ("import sys, json; from camshaft.builder.cache import cached_engine\n"
             "from camshaft.config.build import BuildConfig\n"
-            f"cached_engine({str(model)!r}, BuildConfig(max_batch_size=4, max_num_tokens=16))\n"
+            f"cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n"
             "print(json.dumps(sorted(sys.modules)))\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout))
@@ -361,7 +361,7 @@ def test_a_build_killed_midway_leaves_a_usable_cache(model, builds):
             "storage._sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
             "from camshaft.builder import cache; cache._sources_hash = lambda: 'settled'\n"
             "from camshaft.config.build import BuildConfig\n"
-            f"cache.cached_engine({str(model)!r}, BuildConfig(max_batch_size=4, max_num_tokens=16))\n")
+            f"cache.cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n")
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False, capture_output=True)
     assert killed.returncode == -9, killed.stderr
     folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
