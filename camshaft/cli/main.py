@@ -47,11 +47,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _give_up_output() -> None:
     """Let what standard output could not take go nowhere: the interpreter would try again at exit, and say so."""
-    if sys.stdout is None or sys.stdout is not sys.__stdout__:  # closed before we started, or someone else's
+    output = sys.__stdout__
+    if output is None or output is not sys.stdout:  # closed before we started, or someone else's
         return
     with contextlib.suppress(OSError, ValueError):  # closed since
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, output.fileno())
         os.close(nowhere)
 
 
