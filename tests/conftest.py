@@ -1,9 +1,16 @@
 """Shared test settings: GPU tests skip without a device, and every test has an engine cache of its own."""
 
+import signal
 import tempfile
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config):
+    # Where tests are started in the background, shells have them and their children ignore Ctrl-C.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
