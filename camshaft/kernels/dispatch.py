@@ -48,7 +48,7 @@ def explain(op: Op, call: OpCall, *, native: bool) -> tuple[Verdict, ...]:
 
 
 def choose(op: Op, call: OpCall, *, native: bool, forced: str | None = None) -> Verdict:
-    """The best implementation for ``call``, or the ``forced`` one.
+    """The best implementation for ``call``, or the ``forced`` one; the reason says what was passed over, and why.
 
     Raises UserError where the forced name is unknown or cannot serve the call, or where none can.
     """
@@ -57,7 +57,10 @@ def choose(op: Op, call: OpCall, *, native: bool, forced: str | None = None) -> 
         if not verdicts[0].ok:
             raise UserError(f"kernels.{op.spec.name}", call, "a call that some implementation serves",
                             "; ".join(f"{verdict.impl}: {verdict.reason}" for verdict in verdicts))
-        return verdicts[0]
+        best, *others = verdicts
+        passed_over = ", ".join(f"{other.impl} ({f'rank {other.rank}' if other.ok else other.reason})"
+                                for other in others)
+        return dataclasses.replace(best, reason=f"{best.reason}; passed over: {passed_over}") if others else best
     for verdict in verdicts:
         if verdict.impl == forced:
             if not verdict.ok:

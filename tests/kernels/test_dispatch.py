@@ -117,3 +117,13 @@ def test_mixed_types_are_refused_by_name():
     mixed = OpCall(CPU, (TensorInfo(torch.float32, (None, 8)), TensorInfo(torch.bfloat16, (4, 8)), None))
     reasons = {verdict.impl: verdict.reason for verdict in explain(OPS.get("linear"), mixed, native=True)}
     assert reasons["native"] == "mixes torch.bfloat16 and torch.float32"
+
+
+def test_a_choice_says_what_it_passed_over_and_why():
+    op = load_families("cpu").get("rms_norm")
+    x = TensorInfo(torch.float32, (None, 8))
+    call = OpCall(CPU, (x, TensorInfo(torch.float32, (8,)), 1e-5))
+    with_compiler, without = (choose(op, call, native=native) for native in (True, False))
+    assert (with_compiler.impl, without.impl) == ("native", "ref")
+    assert "passed over: ref (rank -100)" in with_compiler.reason
+    assert "native (needs native code: no C compiler)" in without.reason
