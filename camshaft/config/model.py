@@ -11,15 +11,28 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: base frequency and the scaling that was trained in."""
+    """Rotary position embedding: base frequency and the scaling that was trained in. What each kind does with its
+    fields is in ``layers/rope.py``."""
 
     theta: float = 10000.0
     kind: str = "default"
-    """``"default"``, ``"linear"`` or ``"llama3"``; others are refused by name when a model is read."""
+    """``"default"``, ``"linear"``, ``"dynamic"``, ``"yarn"``, ``"longrope"`` or ``"llama3"``."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
+    """Positions of the first training, before stretching; 0 where the kind does not use it."""
+    attention_factor: float | None = None
+    """Scale of the table (yarn, longrope); None: what the kind's rule gives."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    """[head_dim / 2] divisors of the frequencies up to ``original_max_position`` positions (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """[head_dim / 2] divisors beyond it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +53,20 @@ class ModelConfig:
     norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    """Whether the query, key and value projections have a bias."""
+    attention_out_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    """How many tokens back each layer sees, itself included; None: all. Empty: no layer has a window."""
+    sink_tokens: int = 0
+    """Tokens at the start that layers with a window see however far back they are."""
+    local_rope: RopeConfig | None = None
+    """Rotary settings of the layers with a window where they differ from ``rope``."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None: ``head_dim ** -0.5``."""
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
     checkpoint_dtype: str = "float32"
     """Storage type of most weights in the checkpoint (quantised GGUF counts as float32)."""
 
@@ -53,7 +77,18 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
         """Inverse of :meth:`to_dict`."""
-        return cls(**{**data, "rope": RopeConfig(**data["rope"])})
+        local = data["local_rope"]
+        return cls(**{**data, "rope": _rope(data["rope"]), "local_rope": None if local is None else _rope(local),
+                      "windows": tuple(data["windows"])})
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens back ``layer`` sees, itself included; None: all."""
+        return self.windows[layer] if self.windows else None
+
+
+def _rope(data: dict[str, Any]) -> RopeConfig:
+    return RopeConfig(**{**data, "short_factors": tuple(data["short_factors"]),
+                         "long_factors": tuple(data["long_factors"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

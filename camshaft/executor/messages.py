@@ -40,7 +40,23 @@ class GenerationRequest:
     sampling: RowSampling
     scope: PrefixScope
     reuse: bool = True
-    """Whether the request may read and leave shared pages."""
+    """Whether the request may read and leave shared pages. With prompt log-probabilities it leaves them only: every
+    prompt token is computed, as its logits are wanted."""
+    priority: int = 0
+    """Larger goes first, where the queue policy looks at it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token, beside the likeliest ones at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """From 1."""
+    top_ids: tuple[int, ...]
+    """As many as were asked for, likeliest first."""
+    top_logprobs: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +72,7 @@ class Increment:
     error: Exception | None = None
     num_cached_tokens: int | None = None
     """Prompt tokens served from shared pages; set once, on the first increment."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One a token of ``token_ids`` when the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt tokens scored since the last increment, in order; the first prompt token has none."""

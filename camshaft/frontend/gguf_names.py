@@ -166,16 +166,17 @@ def _config(meta: _Metadata, inventory: Inventory, factors: torch.Tensor | None)
     counts: collections.Counter[str] = collections.Counter()
     for shape, kind in inventory.values():
         counts[kind] += math.prod(shape)
-    window = meta.whole("llama.attention.sliding_window", 0)
+    window, num_layers = meta.whole("llama.attention.sliding_window", 0), meta.size("llama.block_count")
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab_size, hidden_size=hidden_size,
-        intermediate_size=meta.size("llama.feed_forward_length"), num_layers=meta.size("llama.block_count"),
+        intermediate_size=meta.size("llama.feed_forward_length"), num_layers=num_layers,
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         max_position=meta.size("llama.context_length"),
         norm_eps=_shortest(meta.real("llama.attention.layer_norm_rms_epsilon")),
         rope=_rope(meta, head_dim, factors), tie_word_embeddings="output.weight" not in inventory,
-        attention_bias="blk.0.attn_q.bias" in inventory, mlp_bias="blk.0.ffn_up.bias" in inventory,
-        sliding_window=window or None,
+        qkv_bias="blk.0.attn_q.bias" in inventory,
+        attention_out_bias="blk.0.attn_output.bias" in inventory, mlp_bias="blk.0.ffn_up.bias" in inventory,
+        windows=(window,) * num_layers if window else (),
         checkpoint_dtype=_DTYPES.get(counts.most_common(1)[0][0], "float32"))
 
 

@@ -17,23 +17,26 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
         self.layer = layer
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim ** -0.5
-        self.window = config.sliding_window
+        self.scale = config.attention_scale or head_dim ** -0.5
+        self.window = config.window(layer)
+        self.softcap = config.attention_softcap
+        self.sinks = config.sink_tokens
         self.q_proj = Linear(hidden, config.num_heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
-        self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=bias)
+        self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.attention_out_bias)
 
     def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, H]``; ``cos_sin_TD`` is the step's rotary table."""
         q_TND, k_TND, v_TND = (project(x_TH).reshape(-1, heads, self.head_dim) for project, heads in (
             (self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)))
         q_TND, k_TND = torch.ops.camshaft.rope(q_TND, k_TND, cos_sin_TD)
-        mixed_TND = torch.ops.camshaft.attention(q_TND, k_TND, v_TND, self.layer, self.scale, self.window, None)
+        mixed_TND = torch.ops.camshaft.attention(q_TND, k_TND, v_TND, self.layer, self.scale, self.window,
+                                                   self.softcap, self.sinks)
         out: torch.Tensor = self.o_proj(mixed_TND.reshape(-1, self.num_heads * self.head_dim))
         return out

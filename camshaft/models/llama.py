@@ -96,15 +96,17 @@ class Llama(ModelFamily):
         window = data.get("sliding_window", 4096) if mistral else None
         if window is not None:
             window = int_field(data, "sliding_window", 4096)
+        bias = not mistral and bool_field(data, "attention_bias", False)
+        num_layers = int_field(data, "num_hidden_layers")
         return ModelConfig(
             architecture=architecture, vocab_size=int_field(data, "vocab_size"), hidden_size=hidden,
-            intermediate_size=int_field(data, "intermediate_size"), num_layers=int_field(data, "num_hidden_layers"),
+            intermediate_size=int_field(data, "intermediate_size"), num_layers=num_layers,
             num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, max_position=max_position,
             norm_eps=float_field(data, "rms_norm_eps", 1e-6), rope=rope_field(data),
             tie_word_embeddings=bool_field(data, "tie_word_embeddings", False),
-            attention_bias=not mistral and bool_field(data, "attention_bias", False),
+            qkv_bias=bias, attention_out_bias=bias,
             mlp_bias=not mistral and bool_field(data, "mlp_bias", False),
-            sliding_window=window if window is not None and window < max_position else None)
+            windows=(window,) * num_layers if window is not None and window < max_position else ())
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""
@@ -121,4 +123,4 @@ class Llama(ModelFamily):
                           original_max_position=64)
         return ModelConfig(architecture="LlamaForCausalLM", vocab_size=96, hidden_size=32, intermediate_size=48,
                            num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_position=256, norm_eps=1e-5,
-                           rope=rope, attention_bias=True, mlp_bias=True)
+                           rope=rope, qkv_bias=True, attention_out_bias=True, mlp_bias=True)

@@ -88,12 +88,13 @@ def _add_inputs(program: Program, spec: LifeCycleSpec) -> dict[str, fx.Node]:
 
 
 def _lower(program: Program, node: fx.Node, inputs: dict[str, fx.Node]) -> None:
-    q, k, v, layer, scale, window, softcap = nodes.arguments(node)
+    q, k, v, layer, scale, window, softcap, sinks = nodes.arguments(node)
     pool = inputs[pool_input(layer)]
     slot_mapping, page_table = (inputs[f"{name}_0"] for name in LIFE_CYCLE_INPUTS)
     with program.graph.inserting_before(node):
         nodes.add_call(program, "camshaft.kv_write", (k, v, pool, slot_mapping))
         read = nodes.add_call(program, "camshaft.paged_attention",
-                              (q, pool, page_table, inputs["query_start"], inputs["seq_lens"], scale, window, softcap))
+                              (q, pool, page_table, inputs["query_start"], inputs["seq_lens"], scale, window,
+                               softcap, sinks))
     node.replace_all_uses_with(read)
     program.graph.erase_node(node)

@@ -15,19 +15,38 @@ Order inside a step: arrivals, page updates, page copies, forward (KV writes and
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+class LogitsProcessor(Protocol):
+    """Custom code that changes one request's logits before a token is picked."""
+
+    def __call__(self, token_ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+        """New logits ``[V]`` from prompt and output so far and the logits (float32, on the CPU), which it may change.
+
+        What it raises ends that request alone.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """Sampling parameters of a row, resolved: no None, no "auto"."""
+    """Sampling parameters of a row, resolved: no None where a number is meant, no "auto".
+
+    Order of effects on a row's logits: bias, allowed ids, repetition penalty, presence and frequency penalties, bad
+    words and n-grams, ids suppressed before ``min_tokens``, processors; then the ``sample`` op. Log-probabilities
+    are those of the raw logits, before all of it.
+    """
 
     temperature: float
     """0 is greedy."""
@@ -43,6 +62,32 @@ class RowSampling:
     min_tokens: int
     """While the output index is below this, ``suppressed_token_ids`` cannot be sampled."""
     suppressed_token_ids: Int32Array
+    repetition_penalty: float = 1.0
+    """Divides positive, multiplies negative logits of every token in prompt or output (Keskar et al., 2019)."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of every token in the output, once an occurrence."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of prompt and output comes twice; 0: off."""
+    bad_words: tuple[Int32Array, ...] = ()
+    """Token sequences that must not appear in the output; what completes one is never picked."""
+    bias_token_ids: Int32Array = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    bias_values: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    """Added to the logits of ``bias_token_ids``."""
+    allowed_token_ids: Int32Array | None = None
+    """Nothing else can be picked; None: everything may."""
+    num_logprobs: int | None = None
+    """Log-probabilities wanted for every output token: its own and those of so many likeliest; None: none."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether picking a token depends on those before it."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+                    or self.no_repeat_ngram_size or self.bad_words or self.processors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +97,10 @@ class RowArrival:
     row: int
     epoch: int
     sampling: RowSampling
+    history: Int32Array = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Prompt and the output so far (a preempted request has some), where ``sampling.needs_history``; else empty."""
+    num_prompt_tokens: int = 0
+    """How many tokens of ``history`` are prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +141,12 @@ class StepPlan:
     """[R] whether the row's last fed token yields a sampled token (false for a chunk before the last)."""
     output_indices: Int32Array
     """[R] index the sampled token will have in the request's output; meaningful where ``samples``."""
+    score_lens: Int32Array | None = None
+    """[R] how many of the row's fed tokens, from the first, are scored: the log-probability of the prompt token that
+    follows each is wanted. None: no row has any. A scored row's last fed token is scored too unless it ``samples``
+    or is the prompt's last."""
+    score_targets: Int32Array | None = None
+    """[sum of score_lens] the prompt token after each scored one, packed in row order."""
     draft_token_ids: Int32Array | None = None
     """Speculated tokens of generation rows; None: no speculation."""
     draft_parents: Int32Array | None = None
@@ -115,6 +170,22 @@ class StepPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLogprobs:
+    """Log-probabilities of M tokens, from the fp32 log-softmax of raw logits."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[M] of the token picked, or of the prompt token that came."""
+    ranks: Int32Array
+    """[M] its place among all tokens by likelihood, from 1."""
+    top_ids: Int32Array
+    """[M, K] the likeliest tokens in order (ties by id); K is the most any of the M asked for."""
+    top_logprobs: npt.NDArray[np.float32]
+    """[M, K]"""
+    finite: BoolArray
+    """[M] False where the logits held NaN or infinity above the mask."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """Results of a step, in the plan's row order restricted to sampled rows."""
 
@@ -127,6 +198,12 @@ class StepOutput:
     """[S]"""
     finite: BoolArray
     """[S] False where the row's logits held NaN or infinity above the mask: that request ends with an error."""
+    logprobs: StepLogprobs | None = None
+    """For all S rows, when any of them wants log-probabilities."""
+    scores: StepLogprobs | None = None
+    """For the plan's scored tokens, packed as ``score_targets``; a row that is not finite in one ends with an error."""
+    failures: tuple[tuple[int, Exception], ...] = ()
+    """(place among the S rows, error) of rows whose logits processor raised; their token means nothing."""
 
 
 class StepHandle(Protocol):

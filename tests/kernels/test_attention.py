@@ -69,13 +69,13 @@ def test_attention_is_causal_softmax_attention():
     q, k, v = tensors(37, 6, 2, 16)
     wanted = functional.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
-    torch.testing.assert_close(attention(q, k, v, 0, 0.3, None, None), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention(q, k, v, 0, 0.3, None, None, 0), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_survives_export_as_one_node():
     class Layer(torch.nn.Module):
         def forward(self, q, k, v):
-            return attention_op(q, k, v, 3, 0.125, None, None)
+            return attention_op(q, k, v, 3, 0.125, None, None, 0)
 
     arguments = tensors(5, 4, 2, 8)
     tokens = torch.export.Dim("tokens", min=1, max=64)
@@ -94,7 +94,7 @@ def test_a_window_of_w_sees_exactly_the_last_w_tokens(paged, window):
     out = run_rows(paged, [(torch.ones(length, 2, 8), length)], pool, table, window=window)
     wanted = torch.tensor([sum(range(max(0, i - window + 1), i + 1)) / min(i + 1, window) for i in range(length)])
     torch.testing.assert_close(out, wanted.reshape(-1, 1, 1).expand_as(out).contiguous())
-    pure = attention(torch.ones(length, 2, 8), k, v, 0, 0.125, window, None)
+    pure = attention(torch.ones(length, 2, 8), k, v, 0, 0.125, window, None, 0)
     torch.testing.assert_close(pure, out)
 
 
@@ -113,7 +113,7 @@ def test_softcap_bounds_the_scores(paged):
 def test_paged_equals_dense(paged, page_size, length):
     q, k, v = tensors(length, 6, 2, 64, seed=length)
     out = run_rows(paged, [(q, length)], *cache_of(k, v, page_size))
-    torch.testing.assert_close(out, attention(q, k, v, 0, 0.125, None, None), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(out, attention(q, k, v, 0, 0.125, None, None, 0), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (1, 1, 20), (9, 3, 64), (70, 1, 16)])
@@ -175,7 +175,7 @@ def test_flat_and_peaked_scores_stay_exact(paged, scale, error):
     """Scores reach 500 at scale 30, where one unit in the last place of a score is a weight's 3e-5."""
     q, k, v = tensors(90, 2, 2, 32)
     out = run_rows(paged, [(q, 90)], *cache_of(k, v, 16), scale=scale)
-    wanted = attention(q.double(), k.double(), v.double(), 0, scale, None, None).float()
+    wanted = attention(q.double(), k.double(), v.double(), 0, scale, None, None, 0).float()
     torch.testing.assert_close(out, wanted, rtol=0, atol=error)
 
 
@@ -184,7 +184,7 @@ def test_float32_queries_read_a_half_precision_cache(paged, pool_dtype):
     q, k, v = tensors(45, 4, 2, 24)
     pool, table = cache_of(k.to(pool_dtype), v.to(pool_dtype), 8)
     out = run_rows(paged, [(q, 45)], pool, table)
-    wanted = attention(q, k.to(pool_dtype).float(), v.to(pool_dtype).float(), 0, 0.125, None, None)
+    wanted = attention(q, k.to(pool_dtype).float(), v.to(pool_dtype).float(), 0, 0.125, None, None, 0)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-6)
 
@@ -196,13 +196,14 @@ def test_queries_with_strided_lanes_are_accepted(paged):
     assert turned.stride(2) != 1
     torch.testing.assert_close(run_rows(paged, [(q, 12)], pool, table), paged(
         turned, pool, table[None], torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32),
-        0.125, None, None))
+        0.125, None, None, 0))
 
 
 def call(q_dtype=torch.float32, index_dtype=torch.int32):
     pool = TensorInfo(torch.float32, (None, 2, 3, 32, 64))
     return OpCall(probe_cpu(), (TensorInfo(q_dtype, (None, 9, 64)), pool, TensorInfo(index_dtype, (None, None)),
-                                TensorInfo(torch.int32, (None,)), TensorInfo(torch.int32, (None,)), 0.125, None, None))
+                                TensorInfo(torch.int32, (None,)), TensorInfo(torch.int32, (None,)),
+                                0.125, None, None, 0))
 
 
 def test_selection_prefers_native_and_falls_back_to_rows():

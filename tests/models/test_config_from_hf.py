@@ -63,7 +63,7 @@ def test_an_unknown_architecture_names_the_known_ones():
 def test_missing_fields_take_the_values_transformers_gives_them():
     config = read(num_key_value_heads=None, head_dim=None, attention_bias=None, tie_word_embeddings=None)
     assert (config.num_kv_heads, config.head_dim) == (4, 16)
-    assert not config.attention_bias
+    assert not config.qkv_bias
     assert not config.tie_word_embeddings
 
 
@@ -74,8 +74,8 @@ def test_missing_fields_take_the_values_transformers_gives_them():
     ({"sliding_window": 4096, "max_position_embeddings": 4096}, None),
 ])
 def test_a_mistral_window_counts_only_where_it_hides_something(changes, window):
-    assert read(architectures=["MistralForCausalLM"], **changes).sliding_window == window
+    assert read(architectures=["MistralForCausalLM"], **changes).window(0) == window
 
 
 def test_llama_has_no_window():
-    assert read(sliding_window=16).sliding_window is None
+    assert read(sliding_window=16).window(0) is None

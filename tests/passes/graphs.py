@@ -88,7 +88,7 @@ def tiny_llama(*, bias=False, tied=False, up_first=False, dtype=torch.float32):
             heads[part] = b.call("aten.view.default", flat, [-1, count, cfg.head_dim])
         turned = b.call("camshaft.rope", heads["q"], heads["k"], cos_sin)
         q, k = b.call("getitem", turned, 0), b.call("getitem", turned, 1)
-        o = b.call("camshaft.attention", q, k, heads["v"], layer, 0.5, None, None)
+        o = b.call("camshaft.attention", q, k, heads["v"], layer, 0.5, None, None, 0)
         o = b.call("aten.reshape.default", o, [-1, cfg.num_heads * cfg.head_dim])
         attended = linear(o, f"{at}.self_attn.o_proj", cfg.hidden_size, cfg.num_heads * cfg.head_dim)
         h = b.call("aten.add.Tensor", h, attended)

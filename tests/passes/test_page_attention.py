@@ -80,7 +80,7 @@ def test_layers_that_differ_in_shape_are_refused():
     x = b.call("aten.embedding.default", b.weight("table", CONFIG.vocab_size, 8), b.token_ids)
     for layer, heads in enumerate((2, 4)):
         h = b.call("aten.view.default", x, [-1, heads, 8 // heads])
-        h = b.call("camshaft.attention", h, h, h, layer, 1.0, None, None)
+        h = b.call("camshaft.attention", h, h, h, layer, 1.0, None, None, 0)
         x = b.call("aten.view.default", h, [-1, 8])
     with pytest.raises(InternalError, match="layers differ"):
         PageAttention().run(b.finish(x), context())

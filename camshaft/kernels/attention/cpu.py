@@ -23,6 +23,8 @@ def _supports(call: OpCall) -> str | None:
     for name, tensor in (("q", q), ("kv_pool", kv_pool)):
         if isinstance(tensor, TensorInfo) and tensor.dtype not in KINDS:
             return f"{name} is {tensor.dtype}, not one of {', '.join(map(str, KINDS))}"
+    if call.args[-1] != 0:
+        return "attention sinks are not computed here yet"
     for name, tensor in (("page_table", page_table), ("query_start", query_start), ("seq_lens", seq_lens)):
         if isinstance(tensor, TensorInfo) and tensor.dtype != torch.int32:
             return f"{name} is {tensor.dtype}, not int32"
@@ -37,7 +39,7 @@ def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
 
     def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
                         seq_lens: torch.Tensor, scale: float, window: int | None, softcap: float | None,
-                        ) -> torch.Tensor:
+                        sinks: int) -> torch.Tensor:
         tokens, heads, dim = q.shape
         token_stride, head_stride, lane_stride = q.stride()
         if lane_stride != 1:
@@ -58,7 +60,7 @@ def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
 @paged_attention_op.impl("rows", device="cpu", rank=0)
 def paged_attention_by_rows(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor,
                             query_start: torch.Tensor, seq_lens: torch.Tensor, scale: float, window: int | None,
-                            softcap: float | None) -> torch.Tensor:
+                            softcap: float | None, sinks: int) -> torch.Tensor:
     """One row after another with its own length: no work on other rows' keys, as the reference does."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     page_size, starts = kv_pool.shape[3], query_start.tolist()

@@ -32,22 +32,24 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
-              softcap: float | None) -> torch.Tensor:
+              softcap: float | None, sinks: int) -> torch.Tensor:
     """Causal attention over T packed tokens as one sequence: q [T, Hq, D], k, v [T, Hkv, D] -> [T, Hq, D].
 
-    Head h reads KV head ``h // (Hq / Hkv)``. Token i sees j with ``i - window < j <= i``. A score s becomes
-    ``softcap * tanh(s / softcap)``. ``layer`` names the cache this call will use once it is lowered.
+    Head h reads KV head ``h // (Hq / Hkv)``. Token i sees j with ``i - window < j <= i``, and the first ``sinks``
+    tokens (attention sinks, Xiao et al., 2023) however far back. A score s becomes ``softcap * tanh(s / softcap)``.
+    ``layer`` names the cache this call will use once it is lowered.
     """
     del layer
     index = torch.arange(q.shape[0], device=q.device)
     visible = index[None, :] <= index[:, None]
     if window is not None:
-        visible &= index[None, :] > index[:, None] - window
+        visible &= (index[None, :] > index[:, None] - window) | (index[None, :] < sinks)
     return attend(q, k, v, visible, scale, softcap)
 
 
 def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
-                    seq_lens: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+                    seq_lens: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+                    sinks: int) -> torch.Tensor:
     """Causal attention against cached tokens: q [T, Hq, D], kv_pool [P, 2, Hkv, page, D] -> [T, Hq, D].
 
     Row r has ``seq_lens[r]`` tokens cached, the i-th in page ``page_table[r, i // page]``; its queries are
@@ -70,7 +72,7 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
     position = (first_position[row] + token - query_start[row])[:, None]
     visible = live[:, None, :] & (slot <= position)
     if window is not None:
-        visible &= slot > position - window
+        visible &= (slot > position - window) | (slot < sinks)
     by_row = attend(q, keys, values, visible, scale, softcap)
     return by_row[row, token]
 
@@ -94,7 +96,7 @@ def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torc
     for name, tokens, heads, kv_heads, size, window, softcap in cases:
         merged = _with_room(tokens, heads + 2 * kv_heads, size, generator).to(device, dtype)[:tokens]
         q, k, v = torch.split(merged, [heads, kv_heads, kv_heads], dim=1)
-        yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap))
+        yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap, 0))
 
 
 def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Generator, *,
@@ -124,7 +126,7 @@ def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
     lens = torch.tensor([past + queries for past, queries in rows], dtype=torch.int32)
     return (merged[:, 2:2 + heads[0]], pool.to(device, dtype), table.to(device), starts.to(device), lens.to(device),
-            head_dim**-0.5, window, softcap)
+            head_dim**-0.5, window, softcap, 0)
 
 
 def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
@@ -149,13 +151,14 @@ def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 attention_op = define_op(OpSpec(
     name="attention",
-    schema="(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap, "
+           "int sinks) -> Tensor",
     reference=attention, fake=_same_as_q, samples=_attention_samples,
 ))
 
 paged_attention_op = define_op(OpSpec(
     name="paged_attention",
     schema="(Tensor q, Tensor kv_pool, Tensor page_table, Tensor query_start, Tensor seq_lens, float scale, "
-           "int? window, float? softcap) -> Tensor",
+           "int? window, float? softcap, int sinks) -> Tensor",
     reference=paged_attention, fake=_same_as_q, samples=_paged_samples,
 ))

@@ -138,7 +138,7 @@ def test_rotary_biases_are_reordered_too(tmp_path):
     bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
     path = write_gguf(tmp_path / "m.gguf", extra_tensors=[("blk.0.attn_q.bias", interleaved(bias, HEADS))])
     checkpoint = GgufCheckpoint(path)
-    assert checkpoint.config.attention_bias
+    assert checkpoint.config.qkv_bias
     np.testing.assert_array_equal(checkpoint.tensors["model.layers.0.self_attn.q_proj.bias"].read().numpy(), bias)
 
 
