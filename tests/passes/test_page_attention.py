@@ -69,10 +69,10 @@ def test_paged_steps_equal_one_pure_run(skip, chunks):
 def test_window_and_softcap_are_handed_on():
     program = tiny_llama()
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.camshaft.attention.default):
-        node.args = (*node.args[:5], 3, 20.0)
+        node.args = (*node.args[:5], 3, 20.0, 2)
     PageAttention().run(program, context())
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.camshaft.paged_attention.default):
-        assert node.args[5:] == (0.5, 3, 20.0)
+        assert node.args[5:] == (0.5, 3, 20.0, 2)
 
 
 def test_layers_that_differ_in_shape_are_refused():

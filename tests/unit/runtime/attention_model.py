@@ -44,7 +44,7 @@ def graph_text():
         v = call(f"v_{layer}", "aten.slice.Tensor", q, 1, 2, 4)
         call(f"write_{layer}", "camshaft.kv_write", k, v, f"%kv_pool_{layer}", "%slot_mapping_0")
         o = call(f"o_{layer}", "camshaft.paged_attention", q, f"%kv_pool_{layer}", "%page_table_0", "%query_start",
-                 "%seq_lens", SCALE, None, None)
+                 "%seq_lens", SCALE, None, None, 0)
         flat = call(f"flat_{layer}", "aten.view.default", o, [-1, VOCAB])
         h = call(f"h_{layer + 1}", "aten.add.Tensor", h, flat)
     logits = call("logits", "aten.index_select.default", h, 0, "%logits_rows")
