@@ -1,4 +1,4 @@
-"""From process start to first token with the engine in the cache, beside ``import torch``; ``import camshaft`` alone too.
+"""From process start to first token with the engine in the cache, beside ``import torch``; and ``import camshaft``.
 
     python benchmarks/startup_cpu.py [MODEL.gguf] [--json OUT]
 
