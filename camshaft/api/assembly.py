@@ -15,6 +15,7 @@ import torch
 from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.front import Front
 from camshaft.api.tokenizer import Tokenizer
+from camshaft.api.tracing import TraceTarget, recordable
 from camshaft.builder.cache import cached_engine
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
@@ -27,6 +28,7 @@ from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
 from camshaft.executor.messages import PrefixScope
 from camshaft.executor.request import ExecutorLimits
+from camshaft.executor.trace import RecordingRunner, TraceWriter, check_target
 from camshaft.frontend.hub import resolve_model
 from camshaft.runtime.buffers import describe_kv, kv_pages_for
 from camshaft.runtime.model_engine import ModelEngine
@@ -67,6 +69,7 @@ class Assembly:
     chat_template: ChatTemplate | None
     description: dict[str, Any]
     summary: str
+    trace: TraceWriter | None = None
 
     def check_fits(self, token_ids: list[int], params: SamplingParams) -> None:
         """Raise RequestTooLargeError, with the numbers, for a request that could never run."""
@@ -81,11 +84,15 @@ class Assembly:
         """Stop the executor, then the front: every request hears its end."""
         self.executor.shutdown()
         self.front.stop()
+        if self.trace is not None:
+            self.trace.close()
 
 
 def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, scheduler: SchedulerConfig,
-             skip_tokenizer: bool) -> Assembly:
-    """Build or load the engine of ``source`` and start it."""
+             skip_tokenizer: bool, trace: TraceTarget | None = None) -> Assembly:
+    """Build or load the engine of ``source`` and start it; its steps are recorded where ``trace`` says."""
+    if trace is not None:
+        check_target(trace.path)
     CAPACITY_POLICIES.get(scheduler.capacity_policy)  # an unknown name is refused before anything is built
     path, name = source.resolve()
     engine = cached_engine(path, None if build == BuildConfig() else build, use_cache=source.use_cache,
@@ -105,16 +112,18 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     front = Front(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
                   scope=PrefixScope(model=manifest.weights_id))
     limits = ExecutorLimits(max_seq_len=_known(manifest.build.max_seq_len), vocab_size=manifest.model.vocab_size)
-    executor = Executor(runner, kv, limits=limits, scheduler=scheduler, sink=front.sink)
     template = _template(files)
     description = _describe(engine, name, kv_cache, scheduler, num_pages)
     runner.warm_up()
+    writer = None if trace is None else trace.open(manifest, num_pages, kv_cache, scheduler)
+    executor = Executor(runner if writer is None else RecordingRunner(runner, writer), kv, limits=limits,
+                        scheduler=scheduler, sink=front.sink)
     # nothing below may fail: nobody would end the threads
-    front.start(executor.submit, executor.abort)
+    front.start(executor.submit if writer is None else recordable(executor.submit), executor.abort)
     executor.start()
     logger.info("resolved configuration: %s", description)
     return Assembly(front=front, executor=executor, tokenizer=tokenizer, chat_template=template,
-                    description=description, summary=_summary(engine, name, kv_cache, num_pages))
+                    description=description, summary=_summary(engine, name, kv_cache, num_pages), trace=writer)
 
 
 def _known(length: int | None) -> int:

@@ -20,6 +20,7 @@ from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.outputs import RequestOutput
 from camshaft.api.result import GenerationResult
 from camshaft.api.tokenizer import Tokenizer
+from camshaft.api.tracing import TraceTarget
 from camshaft.config.build import BuildConfig
 from camshaft.config.parse import config_from
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
@@ -49,6 +50,7 @@ class LLM:
         use_cache: whether the on-disk engine cache may be read and written.
         skip_tokenizer_init: token ids in and out only.
         show_progress: draw progress of download, build and load on stderr.
+        trace: a file to record every step in, for ``camshaft replay``; it holds the token ids of prompts and answers.
 
     Raises UserError for anything the caller can mend, EngineError for an engine that does not fit here.
     Use it as a context manager, or call :meth:`shutdown`.
@@ -58,7 +60,8 @@ class LLM:
                  build: BuildConfig | Mapping[str, Any] | None = None,
                  kv_cache: KvCacheConfig | Mapping[str, Any] | None = None,
                  scheduler: SchedulerConfig | Mapping[str, Any] | None = None, use_cache: bool = True,
-                 skip_tokenizer_init: bool = False, show_progress: bool = False, **build_fields: Any) -> None:
+                 skip_tokenizer_init: bool = False, show_progress: bool = False, trace: str | Path | None = None,
+                 **build_fields: Any) -> None:
         configure_logging()
         if build is not None and build_fields:
             raise UserError("build", sorted(build_fields), "either build=… or its fields, not both")
@@ -66,7 +69,9 @@ class LLM:
             Source(model=model, revision=revision, token=token, use_cache=use_cache, show_progress=show_progress),
             build=config_from(BuildConfig, build_fields or build, where="LLM"),
             kv_cache=config_from(KvCacheConfig, kv_cache, where="kv_cache"),
-            scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"), skip_tokenizer=skip_tokenizer_init)
+            scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"), skip_tokenizer=skip_tokenizer_init,
+            trace=None if trace is None else TraceTarget(
+                path=Path(trace), model=None if model is None else str(model), revision=revision))
         self._closed = False
         self._home_pid = os.getpid()
         # Not __del__: at the interpreter's end the threads must have left native code before it is torn down, and
