@@ -15,6 +15,7 @@ import camshaft
 from camshaft.cli.build import build
 from camshaft.cli.inspect import inspect
 from camshaft.cli.options import GroupedCommand, GroupWithEnvironment
+from camshaft.cli.replay import replay
 from camshaft.cli.run import run
 from camshaft.core.errors import CamshaftError
 
@@ -27,6 +28,7 @@ app = typer.Typer(name="camshaft", no_args_is_help=True, add_completion=False, p
 app.command(cls=GroupedCommand)(run)
 app.command(cls=GroupedCommand)(build)
 app.command(cls=GroupedCommand)(inspect)
+app.command(cls=GroupedCommand)(replay)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from camshaft.cli.arguments import ModelArgument, NoCacheOption, RevisionOption, TraceOption
 from camshaft.cli.options import pick, typed_fields, with_options
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import Doc
@@ -34,14 +35,12 @@ class _SamplingFields(SamplingFields):
 
 
 @with_options(_SamplingFields, BuildConfig, kv=KvCacheConfig, scheduler=SchedulerConfig)
-def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, engine folder or hub id; "
-                                                         "default: SmolLM2-135M-Instruct.")] = None,
+def run(model: ModelArgument = None,
         prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to say; - reads standard input. "
                                                    f"(default: {DEFAULT_PROMPT})")] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat "
                                                         "template.")] = False,
-        revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
-        no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor write the engine cache.")] = False,
+        revision: RevisionOption = None, no_cache: NoCacheOption = False, trace: TraceOption = None,
         **given: Any) -> None:
     """Answer one prompt, token by token."""
     text = _prompt_text(prompt)
@@ -54,7 +53,7 @@ def run(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file, en
 
     started = time.perf_counter()
     with LLM(model, revision=revision, build=build, kv_cache=kv_cache, scheduler=scheduler, use_cache=not no_cache,
-             show_progress=True) as llm:
+             show_progress=True, trace=trace) as llm:
         typer.echo(llm.summary, err=True)
         _answer(llm, text, params, raw=raw, started=started)
 
