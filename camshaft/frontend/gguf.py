@@ -2,7 +2,7 @@
 
 Owns reading versions 2 and 3, little endian, from a private mapping; a malformed file is a CheckpointError
 that says what is wrong and at which byte. Block layouts are ``gguf_blocks``, names and shapes
-``gguf_names``, the tokenizer ``gguf_tokenizer``.
+``gguf_names``, what architectures differ in ``gguf_architectures``, the tokenizer ``gguf_tokenizer``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from camshaft.core.errors import CheckpointError
-from camshaft.frontend import gguf_names
 from camshaft.frontend.checkpoint import Checkpoint
 from camshaft.frontend.gguf_blocks import BLOCK_TYPES, UNSUPPORTED_NAMES, BlockType, unpack_rows
+from camshaft.frontend.gguf_names import TensorPlan, halves_order, plan
+from camshaft.frontend.gguf_rope import ROPE_FREQS
 from camshaft.ir.weight import FileSpan, Weight
 
 _MAGIC = b"GGUF"
@@ -230,26 +231,25 @@ class GgufCheckpoint(Checkpoint):
         mapped = _map(path)
         header = read_header(path, mapped.data)
         self.metadata = header.metadata
-        plan = gguf_names.plan(path, header.metadata, {name: (entry.shape, entry.kind.name)
-                                                       for name, entry in header.tensors.items()},
-                               self._values(mapped, header.tensors.get(gguf_names.ROPE_FREQS)))
-        self.config = plan.config
-        self.generation = plan.generation
-        self.tensors = {}
-        for name, entry in header.tensors.items():
-            target = plan.targets.get(name)
-            if target is not None:
-                self.tensors[target] = self._weight(mapped, entry, plan.rotary_heads.get(name))
+        found = plan(path, header.metadata, {name: (entry.shape, entry.kind.name)
+                                             for name, entry in header.tensors.items()},
+                     self._values(mapped, header.tensors.get(ROPE_FREQS)))
+        self.config = found.config
+        self.generation = found.generation
+        self.tensors = {planned.target: self._weight(mapped, header.tensors[name], planned)
+                        for name, planned in found.tensors.items()}
 
     @staticmethod
     def _values(mapped: np.memmap[Any, Any], entry: GgufTensor | None) -> torch.Tensor | None:
         return None if entry is None else _reader(mapped, entry, None)()
 
-    def _weight(self, mapped: np.memmap[Any, Any], entry: GgufTensor, rotary_heads: int | None) -> Weight:
-        untouched = entry.kind.unpack is None and rotary_heads is None
+    def _weight(self, mapped: np.memmap[Any, Any], entry: GgufTensor, planned: TensorPlan) -> Weight:
+        read = _reader(mapped, entry, planned.rotary_heads)
+        if planned.holds_one_plus:
+            return Weight(shape=entry.shape, dtype=torch.float32, read=lambda: read().float() - 1, origin=entry.name)
+        untouched = entry.kind.unpack is None and planned.rotary_heads is None
         span = FileSpan(path=self.path, offset=entry.offset, num_bytes=entry.num_bytes) if untouched else None
-        return Weight(shape=entry.shape, dtype=entry.kind.dtype, read=_reader(mapped, entry, rotary_heads), span=span,
-                      origin=entry.name)
+        return Weight(shape=entry.shape, dtype=entry.kind.dtype, read=read, span=span, origin=entry.name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """tokenizer.json and tokenizer_config.json rebuilt from the metadata; empty when it has no tokenizer."""
@@ -267,7 +267,7 @@ def _reader(mapped: np.memmap[Any, Any], entry: GgufTensor, rotary_heads: int | 
         if rotary_heads is None:
             return unpack_rows(raw.view(num_rows, -1), entry.kind, entry.shape[-1]).view(entry.shape)
         columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-        order = gguf_names.halves_order(entry.shape[0], rotary_heads)
+        order = halves_order(entry.shape[0], rotary_heads)
         return unpack_rows(raw.view(entry.shape[0], -1), entry.kind, columns, order).view(entry.shape)
 
     return read

@@ -26,6 +26,8 @@ _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_COMPOSED = ("qwen2",)
+"""Splitting rules whose models compose characters (NFC) first, which their files do not say."""
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def rebuild_tokenizer(metadata: dict[str, Any]) -> dict[str, bytes]:
     if model in ("none", "no_vocab"):
         return {}
     tokens, types = _tokens(metadata)
+    if model == "llama":
+        tokens = _with_space_signs(tokens, types)
     if model == "gpt2":
         document = _byte_level_document(metadata, tokens)
     elif model == "llama":
@@ -118,6 +122,12 @@ def _tokens(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     return tokens, [1] * len(tokens) if types is None else [int(kind) for kind in types]
 
 
+def _with_space_signs(tokens: list[str], types: list[int]) -> list[str]:
+    """Runs of spaces written as SentencePiece writes them: converters put plain spaces into user-defined tokens."""
+    return [_SPACE * len(token) if kind == _USER_DEFINED and token and not token.strip(" ") else token
+            for token, kind in zip(tokens, types, strict=True)]
+
+
 def _per_token(metadata: dict[str, Any], key: str, count: int) -> list[float] | None:
     """One number for each token; None when the key is absent."""
     found = metadata.get(key)
@@ -162,14 +172,15 @@ def _byte_level_document(metadata: dict[str, Any], tokens: list[str]) -> dict[st
     splitter, whole_words = _splitter(_pre(metadata))
     merges: list[str] = _typed(metadata, "tokenizer.ggml.merges", [])
     vocabulary = _vocabulary(tokens)
+    normalizer = {"type": "NFC"} if _pre(metadata) in _COMPOSED else None
     pairs = []
     for merge in merges:
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise _contradiction("tokenizer.ggml.merges", merge, "two tokens of the vocabulary that make a third")
         pairs.append([left, right])
-    return _document(_bpe(vocabulary, pairs, ignore_merges=whole_words), pre_tokenizer=splitter,
-                     decoder=_byte_level(use_regex=True))
+    return _document(_bpe(vocabulary, pairs, ignore_merges=whole_words), normalizer=normalizer,
+                     pre_tokenizer=splitter, decoder=_byte_level(use_regex=True))
 
 
 def _sentencepiece_document(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
@@ -196,29 +207,39 @@ def _sentencepiece_document(metadata: dict[str, Any], tokens: list[str], types: 
 def _merges_by_score(vocabulary: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
     """Every way to make a token of two others, best score first: SentencePiece merges by score, BPE by rank.
 
-    Tokens that never come out of merging (control, unknown, bytes) take no part.
+    User-defined tokens go before all others, the longest first: their text is never anything else. Tokens that never
+    come out of merging (control, unknown, bytes) take no part.
     """
-    apart = (_UNKNOWN, _CONTROL, _BYTE)
-    merges = []
-    for token, index in vocabulary.items():
-        if types[index] in apart:
-            continue
+    usable = {token: index for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL, _BYTE)}
+
+    def rank(token: str) -> tuple[int, float, int]:
+        index = usable[token]
+        return (0, -len(token), index) if types[index] == _USER_DEFINED else (1, -scores[index], index)
+
+    merges: list[list[str]] = []
+    for token in sorted(usable, key=rank):
+        ways = []
         for cut in range(1, len(token)):
-            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
-            if left is not None and right is not None and types[left] not in apart and types[right] not in apart:
-                merges.append((-scores[index], index, left, right, token[:cut], token[cut:]))
-    merges.sort()
-    return [[left, right] for *_, left, right in merges]
+            left = usable.get(token[:cut])
+            right = None if left is None else usable.get(token[cut:])
+            if right is not None:
+                ways.append((left, right, cut))
+        merges += [[token[:cut], token[cut:]] for _, _, cut in sorted(ways)]
+    return merges
 
 
 def _added_tokens(tokens: list[str], types: list[int], named: set[str | None]) -> list[dict[str, Any]]:
-    """Tokens that are matched whole in the text. Those that hold the space sign are matched after normalising."""
-    added = []
+    """Tokens that are matched whole in the text.
+
+    Those that hold the space sign are matched after normalising, but for runs of it that merging makes anyway.
+    """
+    added, known = [], set(tokens)
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         special = kind == _CONTROL or (kind == _UNKNOWN and token in named)
         if special or kind == _USER_DEFINED:
+            merged = not token.strip(_SPACE) and token[:-1] in known
             added.append({"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": not special and _SPACE in token, "special": special})
+                          "normalized": not special and _SPACE in token and not merged, "special": special})
     return added
 
 

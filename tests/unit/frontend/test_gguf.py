@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from camshaft.config.model import RopeConfig
 from camshaft.core.errors import CheckpointError
 from camshaft.frontend.gguf import GgufCheckpoint
-from camshaft.frontend.gguf_names import generation_defaults, llama3_factors
+from camshaft.frontend.gguf_names import generation_defaults
+from camshaft.frontend.gguf_rope import llama3_factors
 
 gguf = pytest.importorskip("gguf")
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 40
@@ -193,8 +194,9 @@ def test_linear_scaling(tmp_path):
 
 
 REFUSED = {
-    "yarn": (dict(extra=[("add_string", "llama.rope.scaling.type", "yarn")]), r"rope\.scaling\.type='yarn'"),
-    "architecture": (dict(architecture="gemma3"), r"general\.architecture='gemma3'"),
+    "longrope": (dict(extra=[("add_string", "llama.rope.scaling.type", "longrope")]),
+                 r"llama\.rope\.scaling\.type='longrope'.*one of linear, none, yarn"),
+    "architecture": (dict(architecture="gemma2"), r"general\.architecture='gemma2'.*gemma3, llama, qwen2, qwen3"),
     "experts": (dict(extra=[("add_uint32", "llama.expert_count", 8)]), r"expert_count=8.*experts"),
     "split": (dict(extra=[("add_uint16", "split.count", 3)]), r"split\.count=3.*one part.*merge"),
     "partial rotation": (dict(extra=[("add_uint32", "llama.rope.dimension_count", 8)]), "dimension_count=8"),
