@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from camshaft.api.llm import LLM as LLM
     from camshaft.api.outputs import CompletionOutput as CompletionOutput
+    from camshaft.api.outputs import Logprob as Logprob
     from camshaft.api.outputs import RequestOutput as RequestOutput
     from camshaft.builder.build import build as build
     from camshaft.config.build import BuildConfig as BuildConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from camshaft.core.errors import EngineError as EngineError
     from camshaft.core.errors import InternalError as InternalError
     from camshaft.core.errors import UserError as UserError
+    from camshaft.runtime.step import LogitsProcessor as LogitsProcessor
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,8 @@ _HOMES = {
     "InternalError": "camshaft.core.errors",
     "KvCacheConfig": "camshaft.config.runtime",
     "LLM": "camshaft.api.llm",
+    "LogitsProcessor": "camshaft.runtime.step",
+    "Logprob": "camshaft.api.outputs",
     "RequestOutput": "camshaft.api.outputs",
     "SamplingParams": "camshaft.config.sampling",
     "SchedulerConfig": "camshaft.config.runtime",

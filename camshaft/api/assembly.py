@@ -14,12 +14,12 @@ import torch
 
 from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.front import Front
+from camshaft.api.resolve import PreparedRequest, RequestResolver
 from camshaft.api.tokenizer import Tokenizer
 from camshaft.api.tracing import TraceTarget, recordable
 from camshaft.builder.cache import cached_engine
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
-from camshaft.config.sampling import SamplingParams
 from camshaft.core.errors import InternalError, UserError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine
@@ -63,6 +63,7 @@ class Source:
 class Assembly:
     """A running engine and what stands in front of it."""
 
+    resolver: RequestResolver
     front: Front
     executor: Executor
     tokenizer: Tokenizer | None
@@ -71,10 +72,10 @@ class Assembly:
     summary: str
     trace: TraceWriter | None = None
 
-    def check_fits(self, token_ids: list[int], params: SamplingParams) -> None:
+    def check_fits(self, prepared: PreparedRequest) -> None:
         """Raise RequestTooLargeError, with the numbers, for a request that could never run."""
-        self.executor.check_fits(num_prompt_tokens=len(token_ids), max_tokens=params.max_tokens,
-                                 min_tokens=params.min_tokens)
+        self.executor.check_fits(num_prompt_tokens=len(prepared.token_ids), max_tokens=prepared.params.max_tokens,
+                                 min_tokens=prepared.params.min_tokens)
 
     def stats(self) -> dict[str, Any]:
         """The executor's snapshot as plain data."""
@@ -109,8 +110,9 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
                         enable_partial_reuse=kv_cache.enable_partial_reuse)
     files = {} if skip_tokenizer else engine.tokenizer_files()
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
-    front = Front(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
-                  scope=PrefixScope(model=manifest.weights_id))
+    resolver = RequestResolver(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
+                               scope=PrefixScope(model=manifest.weights_id))
+    front = Front(tokenizer)
     limits = ExecutorLimits(max_seq_len=_known(manifest.build.max_seq_len), vocab_size=manifest.model.vocab_size)
     template = _template(files)
     description = _describe(engine, name, kv_cache, scheduler, num_pages)
@@ -122,7 +124,7 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     front.start(executor.submit if writer is None else recordable(executor.submit), executor.abort)
     executor.start()
     logger.info("resolved configuration: %s", description)
-    return Assembly(front=front, executor=executor, tokenizer=tokenizer, chat_template=template,
+    return Assembly(resolver=resolver, front=front, executor=executor, tokenizer=tokenizer, chat_template=template,
                     description=description, summary=_summary(engine, name, kv_cache, num_pages), trace=writer)
 
 

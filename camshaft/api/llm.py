@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, overload
 from camshaft.api.assembly import Assembly, Source, assemble
 from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.outputs import RequestOutput
+from camshaft.api.resolve import PreparedRequest
 from camshaft.api.result import GenerationResult
 from camshaft.api.tokenizer import Tokenizer
 from camshaft.api.tracing import TraceTarget
@@ -31,6 +32,8 @@ from camshaft.core.log import configure_logging, logger, progress
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with ``prompt`` or ``prompt_token_ids``."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Priority: TypeAlias = int | Sequence[int]
+"""One for all, or one a prompt."""
 
 
 class LLM:
@@ -104,37 +107,44 @@ class LLM:
 
     @overload
     def generate(self, inputs: str | Mapping[str, Any], sampling_params: SamplingParams | None = None, *,
-                 use_tqdm: bool = False) -> RequestOutput: ...
+                 priority: Priority | None = None, use_tqdm: bool = False) -> RequestOutput: ...
 
     @overload
     def generate(self, inputs: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 *, use_tqdm: bool = False) -> RequestOutput | list[RequestOutput]: ...
+                 *, priority: Priority | None = None, use_tqdm: bool = False
+                 ) -> RequestOutput | list[RequestOutput]: ...
 
     def generate(self, inputs: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool = False) -> RequestOutput | list[RequestOutput]:
+                 priority: Priority | None = None, use_tqdm: bool = False) -> RequestOutput | list[RequestOutput]:
         """Generate for one prompt or many; the answer has the arity of ``inputs``.
 
         A string, a list of ints or a dict is one prompt; any other list is a batch. ``sampling_params`` is
-        one for all or one a prompt. All prompts are checked before any runs. While a batch runs, a request
-        that fails keeps its error in ``RequestOutput.error``; a single prompt raises it. Ctrl-C aborts what
-        is running and leaves the LLM usable.
+        one for all or one a prompt, and so is ``priority``: larger goes first, which needs the queue policy
+        "priority". All prompts are checked before any runs. While a batch runs, a request that fails keeps its
+        error in ``RequestOutput.error``; a single prompt raises it. Of a request for several sequences none goes
+        on when one fails. Ctrl-C aborts what is running and leaves the LLM usable.
         """
         if _is_single(inputs):
-            return self._run_all([inputs], sampling_params, names=["prompt"], show=use_tqdm)[0].result()
+            return self._run_all([inputs], sampling_params, names=["prompt"], show=use_tqdm,
+                                 priority=priority)[0].result()
         prompts = list(inputs)
         results = self._run_all(prompts, sampling_params, names=[f"prompts[{i}]" for i in range(len(prompts))],
-                                show=use_tqdm)
+                                show=use_tqdm, priority=priority)
         return [_settled(result) for result in results]
 
-    def generate_async(self, inputs: Prompt, sampling_params: SamplingParams | None = None) -> GenerationResult:
-        """Start one request and return at once: await it, iterate it, or ``abort()`` it."""
+    def generate_async(self, inputs: Prompt, sampling_params: SamplingParams | None = None, *,
+                       priority: int | None = None) -> GenerationResult:
+        """Start one request and return at once: await it, iterate it, or ``abort()`` it.
+
+        ``priority``: larger goes first, which needs the queue policy "priority".
+        """
         if not _is_single(inputs):
             raise UserError("inputs", inputs, "one prompt", "Call generate_async once a prompt")
-        return self._submit_all([inputs], _one_each(sampling_params, 1), ["prompt"])[0]
+        return self._submit_all([inputs], _one_each(sampling_params, 1), ["prompt"], priority)[0]
 
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: SamplingParams | None = None, *,
              tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-             **template_kwargs: Any) -> RequestOutput | list[RequestOutput]:
+             priority: Priority | None = None, **template_kwargs: Any) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation (a list of messages with role and content), or a list of conversations."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
             raise UserError("messages", messages, "a list of messages, or a list of such lists",
@@ -144,7 +154,7 @@ class LLM:
         prompts = [{"prompt_token_ids": self.apply_chat_template(
             conversation, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)}
             for conversation in conversations]
-        return self.generate(prompts[0] if single else prompts, sampling_params)
+        return self.generate(prompts[0] if single else prompts, sampling_params, priority=priority)
 
     def apply_chat_template(self, messages: Any, *, tools: Sequence[Mapping[str, Any]] | None = None,
                             add_generation_prompt: bool = True, **template_kwargs: Any) -> list[int]:
@@ -186,9 +196,9 @@ class LLM:
                             "an LLM of this very process", "Make it after the fork, or start processes by spawn")
 
     def _run_all(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-                 *, names: list[str], show: bool) -> list[GenerationResult]:
+                 *, names: list[str], show: bool, priority: Priority | None) -> list[GenerationResult]:
         chosen = _one_each(params, len(prompts))
-        results = self._submit_all(prompts, chosen, names)
+        results = self._submit_all(prompts, chosen, names, priority)
         try:
             _wait(results, show=show)
         except BaseException:  # Ctrl-C included: nothing of this call may go on running
@@ -197,34 +207,33 @@ class LLM:
             raise
         return results
 
-    def _submit_all(self, prompts: list[Prompt], params: list[SamplingParams],
-                    names: list[str]) -> list[GenerationResult]:
+    def _submit_all(self, prompts: list[Prompt], params: list[SamplingParams], names: list[str],
+                    priority: Priority | None) -> list[GenerationResult]:
         self._check_process()
+        priorities = _one_priority_each(priority, len(prompts))
         if self._closed:
             raise UserError("LLM", "shut down", "an LLM that is open", "Make a new one")
         ready = []
-        for prompt, chosen, name in zip(prompts, params, names, strict=True):
-            text_or_ids = _unwrap(prompt, name)
-            text = text_or_ids if isinstance(text_or_ids, str) else None
-            ids = self._parts.front.encode(text_or_ids, chosen, where=name)
-            self._parts.check_fits(ids, chosen)
-            ready.append((text, ids, chosen))
+        for prompt, chosen, name, urgency in zip(prompts, params, names, priorities, strict=True):
+            prepared = self._parts.resolver.prepare(_unwrap(prompt, name), chosen, where=name, priority=urgency)
+            self._parts.check_fits(prepared)
+            ready.append(prepared)
         results: list[GenerationResult] = []
         try:
-            for text, ids, chosen in ready:
-                results.append(self._submit_when_there_is_room(text, ids, chosen, results))
+            for prepared in ready:
+                results.append(self._submit_when_there_is_room(prepared, results))
         except BaseException:  # Ctrl-C included: a call is submitted whole or not at all
             for result in results:
                 result.abort()
             raise
         return results
 
-    def _submit_when_there_is_room(self, text: str | None, ids: list[int], params: SamplingParams,
+    def _submit_when_there_is_room(self, prepared: PreparedRequest,
                                    earlier: list[GenerationResult]) -> GenerationResult:
         """Submit; a batch larger than the intake queue waits for its own earlier requests."""
         while True:
             try:
-                return self._parts.front.submit(text, ids, params)
+                return self._parts.front.submit(prepared)
             except QueueFullError:
                 running = next((result for result in earlier if not result.finished), None)
                 if running is None:
@@ -270,6 +279,14 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(chosen) != count:
         raise UserError("sampling_params", f"{len(chosen)} of them", f"one, or one a prompt ({count})")
     return chosen
+
+
+def _one_priority_each(priority: Priority | None, count: int) -> list[int | None]:
+    if priority is None or isinstance(priority, int):
+        return [priority] * count
+    if isinstance(priority, str | bytes) or not isinstance(priority, Sequence) or len(priority) != count:
+        raise UserError("priority", priority, f"a whole number, or one a prompt ({count})")
+    return list(priority)
 
 
 def _wait(results: list[GenerationResult], *, show: bool) -> None:

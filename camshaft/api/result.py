@@ -18,7 +18,8 @@ from camshaft.core.errors import CamshaftError
 class GenerationResult:
     """Awaitable (the final RequestOutput), iterable and async-iterable (RequestOutputs as they grow).
 
-    A request whose waiter is cancelled, or whose iteration is left early, is aborted.
+    A request whose waiter is cancelled, or whose iteration is left early, is aborted. With ``best_of`` above ``n``
+    the choice is made at the end, so an iteration gives the final output alone.
     """
 
     def __init__(self, output: RequestOutput, abort: Callable[[], None]) -> None:
@@ -107,10 +108,12 @@ class GenerationResult:
             raise self._output.error
         return self.snapshot()
 
-    def update(self, change: Callable[[RequestOutput], None]) -> None:
-        """Apply ``change`` to the output and wake every waiter. Called by the front's thread."""
+    def update(self, change: Callable[[RequestOutput], None], *, quiet: bool = False) -> None:
+        """Apply ``change`` to the output and wake every waiter, unless ``quiet``. Called by the front's thread."""
         with self._changed:
             change(self._output)
+            if quiet:
+                return
             self._version += 1
             self._changed.notify_all()
             wakers = list(self._wakers.items())
@@ -140,6 +143,8 @@ class _Cursor:
     def advance(self, output: RequestOutput) -> RequestOutput:
         snapshot = copy.copy(output)
         snapshot.outputs = [self._cut(completion) for completion in output.outputs]
+        if output.prompt_logprobs is not None:
+            snapshot.prompt_logprobs = list(output.prompt_logprobs)
         return snapshot
 
     def _cut(self, completion: CompletionOutput) -> CompletionOutput:
@@ -149,4 +154,7 @@ class _Cursor:
         cut.token_ids = list(completion.token_ids)
         cut.text_diff = completion.text[num_chars:]
         cut.token_ids_diff = cut.token_ids[num_tokens:]
+        if completion.logprobs is not None:
+            cut.logprobs = list(completion.logprobs)
+            cut.logprobs_diff = cut.logprobs[num_tokens:]
         return cut

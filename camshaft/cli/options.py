@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from camshaft.config.doc import FieldDoc, field_docs
 from camshaft.config.parse import config_from
 from camshaft.core.env import VARIABLES
+from camshaft.core.errors import UserError
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., None])
@@ -52,9 +53,17 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _is_mapping(kind: Any) -> bool:
+    """Whether a field holds a mapping, alone or among other things: its option is NAME=VALUE, repeated."""
+    members = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    return any(typing.get_origin(member) is Mapping for member in members)
+
+
 def _parameter(field: FieldDoc, prefix: str, panel: str) -> inspect.Parameter:
-    kind, flags = field.type, [_flag(prefix + field.name)]
-    if isinstance(kind, types.UnionType):
+    kind, flags, metavar = field.type, [_flag(prefix + field.name)], None
+    if _is_mapping(kind):
+        kind, metavar = list[str], "ID=VALUE"
+    elif isinstance(kind, types.UnionType):
         members = [member for member in typing.get_args(kind) if member is not type(None)]
         kind = tuple[str, ...] if tuple[str, ...] in members else members[0]
     if typing.get_origin(kind) is tuple:
@@ -64,7 +73,7 @@ def _parameter(field: FieldDoc, prefix: str, panel: str) -> inspect.Parameter:
     shown = "" if field.default in (None, ()) else f" (default: {field.default})"
     if typing.get_origin(kind) is list:
         shown = " Repeat it for more than one." + shown
-    option = typer.Option(*flags, help=field.doc + shown, rich_help_panel=panel, show_default=False)
+    option = typer.Option(*flags, help=field.doc + shown, rich_help_panel=panel, show_default=False, metavar=metavar)
     return inspect.Parameter(prefix + field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
                              annotation=Annotated[kind | None, option])
 
@@ -76,7 +85,7 @@ def _title(config: type) -> str:
 
 
 def with_options(*plain: type, **prefixed: type) -> Callable[[F], F]:
-    """Decorate a command: its ``**given`` grows one option a field of each config class.
+    """Decorate a command: its ``**given`` grows one option a field of each config class, if its ``Doc`` wants one.
 
     ``plain`` classes give options named as their fields; ``prefixed`` ones have their keyword and an underscore
     in front. Options that were not typed stay out of ``given``.
@@ -85,7 +94,7 @@ def with_options(*plain: type, **prefixed: type) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         extra = [_parameter(field, prefix, _title(config)) for prefix, config in panels
-                 for field in field_docs(config)]
+                 for field in field_docs(config) if field.flag]
 
         def run(**arguments: Any) -> None:
             names = {parameter.name for parameter in extra}
@@ -105,8 +114,24 @@ def with_options(*plain: type, **prefixed: type) -> Callable[[F], F]:
 
 
 def typed_fields(config: type, given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Those options in ``given`` that are fields of ``config``, without their prefix."""
-    return {field.name: given[prefix + field.name] for field in field_docs(config) if prefix + field.name in given}
+    """Those options in ``given`` that are fields of ``config``, without their prefix; ID=VALUE pairs as a dict."""
+    typed = {}
+    for field in field_docs(config):
+        name = prefix + field.name
+        if name in given:
+            typed[field.name] = _pairs(name, given[name]) if _is_mapping(field.type) else given[name]
+    return typed
+
+
+def _pairs(name: str, words: list[str]) -> dict[int, float]:
+    found = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            found[int(key)] = float(value)
+        except ValueError:
+            raise UserError(_flag(name), word, "ID=VALUE, a token id and a number", "Give e.g. 42=-5") from None
+    return found
 
 
 def pick(config: type[C], given: Mapping[str, Any], prefix: str = "") -> C:

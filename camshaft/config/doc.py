@@ -20,6 +20,8 @@ class Doc:
     """One field's documentation: what it does and, where it has one, its unit."""
 
     text: str
+    flag: bool = True
+    """Whether commands have an option for it; not for what only code can give or read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class FieldDoc:
     type: Any
     default: Any
     doc: str
+    flag: bool
 
 
 @functools.cache
@@ -38,14 +41,14 @@ def field_docs(config: type) -> tuple[FieldDoc, ...]:
     hints = get_type_hints(config, include_extras=True)
     found = []
     for field in dataclasses.fields(config):
-        hint, text = hints[field.name], ""
+        hint, doc = hints[field.name], Doc("")
         if get_origin(hint) is Annotated:
             hint, *extras = get_args(hint)
-            text = next((extra.text for extra in extras if isinstance(extra, Doc)), "")
+            doc = next((extra for extra in extras if isinstance(extra, Doc)), doc)
         default = field.default
         if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found.append(FieldDoc(field.name, hint, default, text))
+        found.append(FieldDoc(field.name, hint, default, doc.text, doc.flag))
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.config.model import GenerationDefaults, ModelConfig
+from camshaft.config.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from camshaft.core.errors import CheckpointError
 from camshaft.core.log import logger
 from camshaft.frontend.checkpoint import TOKENIZER_FILES, Checkpoint
@@ -23,9 +24,8 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
 _UNSUPPORTED_GENERATION = {
     "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_no_repeat_ngram_size": 0,
-    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0, "no_repeat_ngram_size": 0,
-    "num_beams": 1, "penalty_alpha": 0.0, "repetition_penalty": 1.0, "sequence_bias": None,
-    "suppress_tokens": None, "typical_p": 1.0}
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0, "num_beams": 1,
+    "penalty_alpha": 0.0, "sequence_bias": None, "suppress_tokens": None, "typical_p": 1.0}
 """What a generation_config.json may ask for and gets a warning, with the value at which it changes nothing."""
 _STORAGE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -127,7 +127,8 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
 def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
     """What ends and shapes generation: generation_config.json, else config.json.
 
-    Sampling settings count only where the file turns sampling on (``do_sample``), as in transformers.
+    Sampling settings count only where the file turns sampling on (``do_sample``), as in transformers; what edits
+    logits counts always.
     """
     own = _read_json(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
     _warn_of_unsupported(own)
@@ -141,14 +142,14 @@ def _generation_defaults(folder: Path, config: dict[str, Any]) -> GenerationDefa
         return found[0] if found else None
 
     sampled = own if own.get("do_sample") is True else {}
-    temperature, top_k, top_p, min_p = (_sampling_number(sampled, name, bound) for name, bound in (
-        ("temperature", 100), ("top_k", MAX_SIZE), ("top_p", 1), ("min_p", 1)))
-    if top_k is not None and top_k != int(top_k):
-        raise CheckpointError(f"{_GENERATION} top_k", top_k, "a whole number, or null")
+    temperature, top_p, min_p = (_number(sampled, name, 0, bound) for name, bound in (
+        ("temperature", 100), ("top_p", 1), ("min_p", 1)))
     return GenerationDefaults(
         eos_token_ids=ids("eos_token_id"), bos_token_id=first("bos_token_id"), pad_token_id=first("pad_token_id"),
         temperature=1.0 if sampled and temperature is None else temperature,
-        top_k=None if top_k is None else int(top_k), top_p=top_p, min_p=min_p)
+        top_k=_whole_number(sampled, "top_k"), top_p=top_p, min_p=min_p,
+        repetition_penalty=_number(own, "repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        no_repeat_ngram_size=_whole_number(own, "no_repeat_ngram_size"))
 
 
 def _warn_of_unsupported(own: dict[str, Any]) -> None:
@@ -159,10 +160,17 @@ def _warn_of_unsupported(own: dict[str, Any]) -> None:
                        "makers meant", _GENERATION, ", ".join(f"{name}={value!r}" for name, value in asked.items()))
 
 
-def _sampling_number(sampled: dict[str, Any], name: str, bound: int) -> float | None:
-    value = sampled.get(name)
+def _number(data: dict[str, Any], name: str, low: float, high: float) -> float | None:
+    value = data.get(name)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= bound:
-        raise CheckpointError(f"{_GENERATION} {name}", value, f"a number from 0 to {bound}, or null")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise CheckpointError(f"{_GENERATION} {name}", value, f"a number from {low} to {high}, or null")
     return value
+
+
+def _whole_number(data: dict[str, Any], name: str) -> int | None:
+    value = _number(data, name, 0, MAX_SIZE)
+    if value is not None and value != int(value):
+        raise CheckpointError(f"{_GENERATION} {name}", value, "a whole number, or null")
+    return None if value is None else int(value)

@@ -2,33 +2,30 @@
 
 import pytest
 
-from camshaft.api.front import Front
+from camshaft.api.resolve import RequestResolver
 from camshaft.config.model import GenerationDefaults
 from camshaft.config.sampling import SamplingParams
 from camshaft.core.errors import UserError
+from camshaft.core.ids import RequestId
 from camshaft.executor.messages import PrefixScope
 
 
 @pytest.fixture
 def asked():
     """What the executor is asked for a request of these parameters under these checkpoint defaults."""
-    fronts = []
 
     def ask(params, **defaults):
-        requests = []
-        front = Front(None, GenerationDefaults(**defaults), vocab_size=100, scope=PrefixScope(model="test"))
-        front.start(requests.append, lambda request_id: None)
-        fronts.append(front)
-        front.submit(None, [1, 2], SamplingParams(detokenize=False, **params))
-        return requests[0]
+        resolver = RequestResolver(None, GenerationDefaults(**defaults), vocab_size=100,
+                                   scope=PrefixScope(model="test"))
+        prepared = resolver.prepare([1, 2], SamplingParams(detokenize=False, **params), where="prompt")
+        return prepared.sequences([RequestId(1)])[0]
 
-    yield ask
-    for front in fronts:
-        front.stop()
+    return ask
 
 
 @pytest.mark.parametrize(("name", "own", "checkpoint", "default"), [
-    ("temperature", 0.0, 0.6, 0.0), ("top_k", 0, 20, 0), ("top_p", 1.0, 0.9, 1.0), ("min_p", 0.0, 0.05, 0.0)])
+    ("temperature", 0.0, 0.6, 0.0), ("top_k", 0, 20, 0), ("top_p", 1.0, 0.9, 1.0), ("min_p", 0.0, 0.05, 0.0),
+    ("repetition_penalty", 1.0, 1.05, 1.0), ("no_repeat_ngram_size", 0, 3, 0)])
 def test_own_value_then_the_checkpoints_then_the_default(asked, name, own, checkpoint, default):
     assert getattr(asked({}).sampling, name) == default
     assert getattr(asked({}, **{name: checkpoint}).sampling, name) == checkpoint
@@ -44,8 +41,10 @@ def test_ends_are_the_checkpoints_unless_replaced_or_ignored_and_the_callers_alw
     assert asked({"ignore_eos": True, "end_id": 9}, **ends).stop_token_ids == set()
 
 
-@pytest.mark.parametrize("params", [{"end_id": 100}, {"stop_token_ids": [3, 100]}])
-def test_an_id_beyond_the_vocabulary_is_refused_by_the_name_it_was_given_under(asked, params):
+@pytest.mark.parametrize("params", [
+    {"end_id": 100}, {"stop_token_ids": [3, 100]}, {"bad_token_ids": [100]}, {"allowed_token_ids": [1, 100]},
+    {"logit_bias": {100: -100.0}}])
+def test_b30_an_id_beyond_the_vocabulary_is_refused_by_the_name_it_was_given_under(asked, params):
     with pytest.raises(UserError) as refused:
         asked(params)
     assert refused.value.field == next(iter(params))

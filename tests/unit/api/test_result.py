@@ -37,6 +37,31 @@ def test_a_slow_reader_finds_the_news_merged():
     assert list(reader) == []
 
 
+def test_log_probabilities_are_cut_with_their_tokens():
+    result = make()
+
+    def change(output):
+        output.outputs[0].token_ids += [1, 2]
+        output.outputs[0].logprobs = (output.outputs[0].logprobs or []) + ["one", "two"]
+
+    result.update(change)
+    reader = iter(result)
+    assert next(reader).outputs[0].logprobs_diff == ["one", "two"]
+    result.update(change)
+    second = next(reader).outputs[0]
+    assert (second.token_ids_diff, second.logprobs_diff) == ([1, 2], ["one", "two"])
+    assert second.logprobs == ["one", "two"] * 2
+    second.logprobs.clear()
+    assert len(result.snapshot().outputs[0].logprobs) == 4, "a reader's copy is its own"
+
+
+def test_a_quiet_change_wakes_nobody_and_is_found_with_the_next():
+    result = make()
+    result.update(lambda output: output.outputs[0].token_ids.append(1), quiet=True)
+    add(result, "b", 2, finished=True)
+    assert [o.outputs[0].token_ids_diff for o in result] == [[1, 2]]
+
+
 def test_each_reader_has_its_own_place():
     result = make()
     add(result, "a", 1)

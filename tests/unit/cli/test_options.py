@@ -1,6 +1,7 @@
 """Options generated from config classes: their names, what was typed, and what becomes of it."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import pytest
@@ -23,6 +24,8 @@ class Engine:
     names: Annotated[tuple[str, ...], Doc("Some names.")] = ()
     stop: Annotated[str | tuple[str, ...] | None, Doc("Strings.")] = None
     fast: Annotated[bool, Doc("Whether to hurry.")] = True
+    bias: Annotated[Mapping[int, float] | None, Doc("Numbers by id.")] = None
+    code: Annotated[Callable[..., object] | None, Doc("Only code can give it.", flag=False)] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,21 @@ def test_what_is_typed_reaches_the_class_its_prefix_names(command):
                        "--stop", "x")
     assert heard["engine"] == Engine(max_rows=8, names=("a", "b"), stop=("x",), fast=False)
     assert heard["memory"] == Memory(max_rows=9)
+
+
+def test_pairs_are_typed_one_by_one_and_become_a_mapping(command):
+    _, heard = command("--bias", "3=-1.5", "--bias", "7=2")
+    assert heard["engine"].bias == {3: -1.5, 7: 2.0}
+    for word in ("3", "x=1", "3=x", "=1"):
+        with pytest.raises(UserError, match="ID=VALUE") as refused:
+            command("--bias", word)
+        assert (refused.value.field, refused.value.value) == ("--bias", word)
+
+
+def test_a_field_that_only_code_can_give_has_no_option(command):
+    shown, _ = command("--help")
+    assert "--bias ID=VALUE" in shown.output
+    assert "--code" not in shown.output
 
 
 def test_help_holds_the_documentation_and_the_default(command):

@@ -1,5 +1,7 @@
 """Bounds of configuration and sampling parameters: exact at their edges, and a UserError whatever is given."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -15,9 +17,25 @@ HUGE = 10**5000
 
 @pytest.mark.parametrize("fields", [
     {"seed": 2**64 - 1}, {"seed": 0}, {"top_k": INT32_MAX}, {"top_p": 1}, {"min_p": 1.0}, {"temperature": 100},
-    {"n": 1}, {"embedding_bias": None}])
+    {"n": 1}, {"embedding_bias": None}, {"n": 128}, {"n": 2, "best_of": 2}, {"best_of": 128},
+    {"repetition_penalty": 0.01}, {"repetition_penalty": 100}, {"presence_penalty": -2}, {"frequency_penalty": 2.0},
+    {"presence_penalty": None}, {"no_repeat_ngram_size": 0}, {"no_repeat_ngram_size": INT32_MAX}, {"bad": []},
+    {"bad": ["a"] * 1024}, {"bad_token_ids": []}, {"logit_bias": {0: -100, 5: 100.0}}, {"logit_bias": {}},
+    {"allowed_token_ids": [0]}, {"logprobs": 0}, {"logprobs": 1024}, {"prompt_logprobs": 0},
+    {"max_tokens": 0, "prompt_logprobs": 0}, {"temperature": 1e-6}])
 def test_sampling_parameters_at_their_bounds_are_accepted(fields):
     SamplingParams(**fields)
+
+
+def test_what_may_be_given_in_several_ways_is_kept_in_one():
+    def change(token_ids, logits):
+        return logits
+
+    one = SamplingParams(stop="x", bad="y", logits_processor=change, logit_bias={3: 1.0}, stop_token_ids=[1])
+    assert one == SamplingParams(stop=["x"], bad=("y",), logits_processor=[change], logit_bias=((3, 1.0),),
+                                 stop_token_ids=(1,))
+    assert (one.stop, one.bad, one.logits_processor, one.logit_bias) == (("x",), ("y",), (change,), ((3, 1.0),))
+    assert dataclasses.replace(one, seed=1).logits_processor == (change,)
 
 
 @pytest.mark.parametrize("fields", [
@@ -25,11 +43,32 @@ def test_sampling_parameters_at_their_bounds_are_accepted(fields):
     {"top_p": 0.0}, {"top_p": float("nan")}, {"top_p": True}, {"min_p": 1.01}, {"temperature": HUGE},
     {"temperature": -0.1}, {"temperature": "1"}, {"max_tokens": 0}, {"min_tokens": 33}, {"stop": ""}, {"stop": [1]},
     {"stop": "x", "detokenize": False}, {"stop_token_ids": [-1]}, {"stop_token_ids": 5}, {"end_id": -1},
-    {"ignore_eos": 1}, {"temprature": 1.0}, {"n": 2}, {"embedding_bias": np.zeros(3)}, {"bad": ["x"]}])
+    {"ignore_eos": 1}, {"temprature": 1.0}, {"embedding_bias": np.zeros(3)}])
 def test_other_sampling_parameters_are_refused_by_name(fields):
     with pytest.raises(UserError) as refused:
         SamplingParams(**fields)
     assert refused.value.field == next(iter(fields))
+
+
+@pytest.mark.parametrize("fields", [
+    {"n": 0}, {"n": 129}, {"n": 5_000_000}, {"n": HUGE}, {"n": True}, {"n": None}, {"best_of": 1, "n": 2},
+    {"best_of": 0}, {"best_of": 129}, {"repetition_penalty": 0}, {"repetition_penalty": -1},
+    {"repetition_penalty": 101}, {"repetition_penalty": float("inf")}, {"presence_penalty": 2.1},
+    {"presence_penalty": float("nan")}, {"frequency_penalty": -2.1}, {"frequency_penalty": "1"},
+    {"no_repeat_ngram_size": -1}, {"no_repeat_ngram_size": INT32_MAX + 1}, {"no_repeat_ngram_size": 2.0},
+    {"bad": ""}, {"bad": [1]}, {"bad": ["a"] * 1025}, {"bad_token_ids": [-1]}, {"bad_token_ids": 5},
+    {"bad_token_ids": list(range(1025))}, {"logit_bias": {1: 100.1}}, {"logit_bias": {1: float("nan")}},
+    {"logit_bias": {-1: 1.0}}, {"logit_bias": {"1": 1.0}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
+    {"allowed_token_ids": [-1]}, {"allowed_token_ids": 3}, {"logprobs": -1}, {"logprobs": 1025},
+    {"logprobs": 1_000_000_000}, {"logprobs": HUGE}, {"logprobs": True}, {"prompt_logprobs": -1},
+    {"prompt_logprobs": 1025}, {"max_tokens": -1}, {"max_tokens": 0, "logprobs": 1},
+    {"n": 2, "max_tokens": 0, "prompt_logprobs": 0}, {"min_tokens": 1, "max_tokens": 0, "prompt_logprobs": 0},
+    {"logits_processor": 5}, {"logits_processor": [None]}, {"top_p": -1}, {"temperature": 999999}])
+def test_b32_b33_numbers_beyond_their_bounds_are_refused_by_name(fields):
+    with pytest.raises(UserError) as refused:
+        SamplingParams(**fields)
+    assert refused.value.field == next(iter(fields))
+    assert refused.value.allowed
 
 
 @pytest.mark.parametrize("fields", [

@@ -76,9 +76,16 @@ def test_min_p_is_a_sampling_default_too(folder, do_sample, expected):
     assert open_checkpoint(folder).generation.min_p == expected
 
 
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_what_edits_logits_counts_whether_sampling_is_on_or_not(folder, do_sample):
+    edit_json(folder / "generation_config.json", do_sample=do_sample, repetition_penalty=1.05, no_repeat_ngram_size=3)
+    generation = open_checkpoint(folder).generation
+    assert (generation.repetition_penalty, generation.no_repeat_ngram_size) == (1.05, 3)
+
+
 @pytest.mark.parametrize(("setting", "warned"), [
-    ({"repetition_penalty": 1.1}, True), ({"no_repeat_ngram_size": 3}, True), ({"suppress_tokens": [5]}, True),
-    ({"num_beams": 4}, True), ({"repetition_penalty": 1.0}, False), ({"repetition_penalty": None}, False), ({}, False)])
+    ({"penalty_alpha": 0.6}, True), ({"suppress_tokens": [5]}, True), ({"num_beams": 4}, True),
+    ({"num_beams": 1}, False), ({"penalty_alpha": None}, False), ({}, False)])
 def test_generation_settings_that_nothing_obeys_are_named(folder, caplog, setting, warned):
     edit_json(folder / "generation_config.json", **setting)
     open_checkpoint(folder)
@@ -89,6 +96,8 @@ def test_generation_settings_that_nothing_obeys_are_named(folder, caplog, settin
     ("generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id"),
     ("generation_config.json", {"eos_token_id": [1, -2]}, "eos_token_id"),
     ("generation_config.json", {"do_sample": True, "temperature": "hot"}, "temperature"),
+    ("generation_config.json", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("generation_config.json", {"no_repeat_ngram_size": 2.5}, "no_repeat_ngram_size"),
     ("config.json", {"architectures": None}, "architectures"),
     ("config.json", {"architectures": ["T5Model"]}, "T5Model"),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
