@@ -20,7 +20,7 @@ from camshaft.api.tracing import TraceTarget, recordable
 from camshaft.builder.cache import cached_engine
 from camshaft.config.build import BuildConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_scheduler
-from camshaft.core.errors import InternalError, UserError
+from camshaft.core.errors import UserError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine
 from camshaft.executor.capacity import CAPACITY_POLICIES
@@ -113,7 +113,7 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     resolver = RequestResolver(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
                                scope=PrefixScope(model=manifest.weights_id))
     front = Front(tokenizer)
-    limits = ExecutorLimits(max_seq_len=_known(manifest.build.max_seq_len), vocab_size=manifest.model.vocab_size)
+    limits = ExecutorLimits(max_seq_len=manifest.build.longest_sequence, vocab_size=manifest.model.vocab_size)
     template = _template(files)
     description = _describe(engine, name, kv_cache, scheduler, num_pages)
     runner.warm_up()
@@ -126,12 +126,6 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     logger.info("resolved configuration: %s", description)
     return Assembly(resolver=resolver, front=front, executor=executor, tokenizer=tokenizer, chat_template=template,
                     description=description, summary=_summary(engine, name, kv_cache, num_pages), trace=writer)
-
-
-def _known(length: int | None) -> int:
-    if length is None:
-        raise InternalError("the engine's build configuration is not resolved")
-    return length
 
 
 def _template(files: dict[str, bytes]) -> ChatTemplate | None:

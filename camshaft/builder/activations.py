@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from camshaft.config.build import BuildConfig
-from camshaft.core.errors import InternalError
 from camshaft.ir import nodes
 from camshaft.ir.program import Program
 
@@ -46,10 +45,8 @@ def activation_peak_bytes(program: Program, cfg: BuildConfig) -> int:
 
 
 def _largest_sizes(program: Program, cfg: BuildConfig) -> dict[sympy.Symbol, sympy.Integer]:
-    if cfg.max_seq_len is None:
-        raise InternalError("activation sizes need a resolved build configuration")
-    largest = {"T": cfg.max_num_tokens, "R": cfg.max_batch_size, "L": cfg.max_batch_size,
-               "P": -(-cfg.max_seq_len // cfg.page_size), "N": 1}
+    largest = {"T": cfg.max_num_tokens, "R": cfg.max_batch_size, "L": min(cfg.max_logits_rows, cfg.max_num_tokens),
+               "P": -(-cfg.longest_sequence // cfg.page_size), "N": 1}
     return {symbol: sympy.Integer(largest[letter]) for symbol, letter in nodes.size_symbols(program.graph).items()}
 
 

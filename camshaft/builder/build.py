@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from camshaft.builder.activations import activation_peak_bytes
+from camshaft.builder.token_ids import count_token_ids
 from camshaft.config.build import BuildConfig, resolve_build
 from camshaft.config.model import GenerationDefaults
 from camshaft.core import device as devices
@@ -80,15 +81,17 @@ def _parts(program: Program, checkpoint: Checkpoint, cfg: BuildConfig, device: D
            native: Path | None) -> EngineParts:
     """Everything of the engine beside its weights."""
     needed = device.features if native is not None or device.kind != "cpu" else ()
+    vocab_size, tokenizer_files = program.config.vocab_size, checkpoint.tokenizer_files()
+    generation = _known_tokens(checkpoint.generation, vocab_size)
     return EngineParts(
-        graph_text=dump_graph(program), model=program.config, build=cfg,
-        generation=_known_tokens(checkpoint.generation, program.config.vocab_size),
+        graph_text=dump_graph(program), model=program.config, build=cfg, generation=generation,
         device=DeviceRequirement(kind=device.kind, features=needed), life_cycles=program.life_cycles,
         history=tuple({"name": record.name, "matches": record.matches, "notes": list(record.notes)}
                       for record in program.history),
         kernels=_kernels(program),
         activation_peak_bytes=activation_peak_bytes(program, cfg), weights_id=_weights_id(checkpoint, cfg),
-        tokenizer_files=checkpoint.tokenizer_files(), native=native)
+        tokenizer_files=tokenizer_files, native=native,
+        num_token_ids=count_token_ids(tokenizer_files, generation, vocab_size))
 
 
 def _known_tokens(generation: GenerationDefaults, vocab_size: int) -> GenerationDefaults:

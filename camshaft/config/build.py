@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 from camshaft.config.doc import INT32_MAX, Doc, check_choice, check_int, check_names
 from camshaft.config.model import ModelConfig
-from camshaft.core.errors import UserError
+from camshaft.core.errors import InternalError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_MAX_SEQ_LEN = 8192
+MIN_LOGITS_ROWS = 64
+"""Tokens of a step that an engine can always compute logits of: prompts are scored so many at a time at least."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,18 @@ class BuildConfig:
                 raise UserError("kernels", choice, "op=implementation, e.g. linear=ref")
         if len({choice.partition("=")[0] for choice in self.kernels}) < len(self.kernels):
             raise UserError("kernels", self.kernels, "one choice an op")
+
+    @property
+    def longest_sequence(self) -> int:
+        """``max_seq_len``, resolved; InternalError before :func:`resolve_build`."""
+        if self.max_seq_len is None:
+            raise InternalError("the build configuration is not resolved")
+        return self.max_seq_len
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Most tokens of a step whose logits are computed: those sampled from, and prompt tokens that are scored."""
+        return max(self.max_batch_size, MIN_LOGITS_ROWS)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; ``BuildConfig(**data)`` with tuples restored reads it back."""

@@ -237,6 +237,7 @@ class EngineParts:
     tokenizer_files: Mapping[str, bytes]
     native: Path | None
     """The compiled library; it is copied, or loaded for an engine in memory, before ``finish`` returns."""
+    num_token_ids: int | None = None
 
 
 class EngineWriter:

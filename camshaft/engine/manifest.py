@@ -81,6 +81,8 @@ class Manifest:
     """Upper bound of activation memory of a step at the limits."""
     weights_id: str
     """Hash identifying model + weights; the ``model`` field of prefix scopes."""
+    num_token_ids: int | None = None
+    """Ids below this are tokens; the rest of the model's vocabulary is padding. None: there is no tokenizer to ask."""
     self_contained: bool = True
     """False only for a cache engine: its tensors may name files outside the engine folder."""
 
@@ -93,7 +95,8 @@ class Manifest:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError for data of another shape."""
         native = data["native"]
         rest = {name: data[name] for name in ("format_version", "camshaft_version", "torch_version",
-                                              "activation_peak_bytes", "weights_id", "self_contained")}
+                                              "activation_peak_bytes", "weights_id", "num_token_ids",
+                                              "self_contained")}
         return cls(
             **rest,
             model=ModelConfig.from_dict(data["model"]),

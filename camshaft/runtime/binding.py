@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from camshaft.core.device import probe
 from camshaft.core.errors import EngineCorruptError, EngineDeviceError
 from camshaft.engine.artifact import Engine
 from camshaft.ir.text import parse_graph
-from camshaft.kernels.dispatch import bind
-from camshaft.kernels.op import NAMESPACE, OPS, load_families
+from camshaft.kernels.dispatch import bind, choose
+from camshaft.kernels.op import NAMESPACE, OPS, OpCall, TensorInfo, load_families
 
 _DIRECT: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("aten.add.Tensor", torch.add),
@@ -57,6 +58,12 @@ def bind_graph(engine: Engine, device: torch.device) -> BoundGraph:
     for node in graph.nodes:
         writer.add(node, last_use.get(node, ()))
     return writer.finish()
+
+
+def bind_op(engine: Engine, name: str, device: torch.device, args: tuple[TensorInfo | int, ...]) -> Callable[..., Any]:
+    """The best kernel for an op beside the graph; cheap, so it is decided at start and not recorded."""
+    op, library = OPS.get(name), engine.library()
+    return bind(op, choose(op, OpCall(probe(device.type), args), native=library is not None).impl, library)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

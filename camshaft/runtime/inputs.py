@@ -1,9 +1,10 @@
 """Resident state of request rows, and a step's graph inputs made from it.
 
-Owns the row arrays (page tables, last tokens, sampling parameters): applies a plan's diffs and builds the
-packed inputs with whole-array operations. Checks what is cheap to check; a wrong plan is an InternalError.
+Owns the row arrays (page tables, last tokens, sampling parameters) and the edits of the few rows that have some:
+applies a plan's diffs and builds the packed inputs with whole-array operations. Checks what is cheap to check; a
+wrong plan is an InternalError.
 
-Shapes: T tokens, R scheduled rows, L sampled rows, P page-table columns in use.
+Shapes: T tokens, R scheduled rows, S sampled rows, L rows of logits (sampled and scored), P page-table columns in use.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from camshaft.core.errors import InternalError
 from camshaft.engine.manifest import Manifest
+from camshaft.runtime.edits import RowEdits, edits_asked
 from camshaft.runtime.step import Int32Array, Int64Array, PageUpdates, RowArrival, StepPlan
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -33,6 +35,14 @@ class StepInputs:
     query_start: Int32Array
     seq_lens: Int32Array
     logits_rows: Int64Array
+    """[L] packed tokens whose logits are wanted: of each row the scored ones, then the sampled one."""
+    scored: Int64Array | None = None
+    """Places of the scored tokens among the L; None: every one of them is sampled."""
+
+    @property
+    def sampled(self) -> Int64Array | None:
+        """Places of the sampled tokens among the L; None: every one."""
+        return None if self.scored is None else np.setdiff1d(np.arange(len(self.logits_rows)), self.scored)
 
 
 class RowState:
@@ -40,10 +50,9 @@ class RowState:
 
     def __init__(self, manifest: Manifest, num_pages: tuple[int, ...]) -> None:
         build = manifest.build
-        if build.max_seq_len is None:
-            raise InternalError("the engine's build settings are not resolved")
         self._vocab_size = manifest.model.vocab_size
-        self._max_seq_len = build.max_seq_len
+        self._max_seq_len = build.longest_sequence
+        self._max_logits_rows = build.max_logits_rows
         self._max_num_tokens = build.max_num_tokens
         self._max_batch_size = build.max_batch_size
         self._page_sizes = tuple(spec.page_size for spec in manifest.life_cycles)
@@ -58,9 +67,12 @@ class RowState:
         self.min_p = np.zeros(_FIRST_ROWS, np.float32)
         self.seed = np.zeros(_FIRST_ROWS, np.uint64)
         self.choice = np.zeros(_FIRST_ROWS, np.int32)
-        self.min_tokens = np.zeros(_FIRST_ROWS, np.int32)
-        self.suppressed: dict[int, Int32Array] = {}
-        """Rows that have suppressed ids, while their minimum may still hold."""
+        self.edits: dict[int, RowEdits] = {}
+        """Of the rows whose sampling asks for edits, and for as long as it does."""
+        self.num_logprobs: dict[int, int] = {}
+        """How many likeliest tokens each row wants beside every output token's log-probability; few rows want any."""
+        self.num_prompt_logprobs: dict[int, int] = {}
+        """The same for the prompt's tokens."""
 
     def apply(self, plan: StepPlan) -> None:
         """Take arrivals and page-table changes into the resident state."""
@@ -81,16 +93,21 @@ class RowState:
         self.temperature[row], self.top_k[row] = sampling.temperature, sampling.top_k
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.seed[row], self.choice[row] = sampling.seed, sampling.choice
-        self.min_tokens[row] = sampling.min_tokens
-        self.suppressed.pop(row, None)
-        if sampling.min_tokens and len(sampling.suppressed_token_ids):
-            self.suppressed[row] = sampling.suppressed_token_ids
+        self.edits.pop(row, None)
+        if edits_asked(sampling):
+            self.edits[row] = RowEdits(arrival, self._vocab_size)
+        for wanted, number in ((self.num_logprobs, sampling.num_logprobs),
+                               (self.num_prompt_logprobs, sampling.num_prompt_logprobs)):
+            wanted.pop(row, None)
+            if number is not None:
+                _require(0 <= number <= self._vocab_size, "log-probabilities of at most the whole vocabulary")
+                wanted[row] = number
 
     def _grow(self, rows: int) -> None:
         size = max(rows, 2 * len(self.epoch))
         self.page_tables = [_grown(table, size, 0) for table in self.page_tables]
         for name, filler in (("epoch", -1), ("last_token", -1), ("temperature", 0), ("top_k", 0), ("top_p", 1),
-                             ("min_p", 0), ("seed", 0), ("choice", 0), ("min_tokens", 0)):
+                             ("min_p", 0), ("seed", 0), ("choice", 0)):
             setattr(self, name, _grown(getattr(self, name), size, filler))
 
     def _update_pages(self, index: int, updates: PageUpdates) -> None:
@@ -125,9 +142,34 @@ class RowState:
             _require(pages.min() > 0, "a page for every token fed")
             slots.append(pages * size + positions % size)
             tables.append(np.ascontiguousarray(table[plan.rows, :-(-longest // size)]))
+        logits_rows, scored = self._logits_rows(plan, query_start)
         return StepInputs(token_ids=token_ids, positions=positions, slot_mapping=tuple(slots), page_table=tuple(tables),
-                          query_start=query_start, seq_lens=seq_lens.astype(np.int32),
-                          logits_rows=(query_start[1:][plan.samples] - 1).astype(np.int64))
+                          query_start=query_start, seq_lens=seq_lens.astype(np.int32), logits_rows=logits_rows,
+                          scored=scored)
+
+    def _logits_rows(self, plan: StepPlan, query_start: Int32Array) -> tuple[Int64Array, Int64Array | None]:
+        """``logits_rows`` and ``scored`` of ``StepInputs``."""
+        ends = query_start[1:].astype(np.int64) - 1
+        if plan.score_lens is None:
+            return ends[plan.samples], None
+        self._check_scores(plan, plan.score_lens)
+        counts = plan.score_lens.astype(np.int64) + plan.samples
+        firsts = np.cumsum(counts) - counts
+        rows = np.arange(counts.sum()) + np.repeat(query_start[:-1] - firsts, counts)
+        sampled = (firsts + counts - 1)[plan.samples]
+        rows[sampled] = ends[plan.samples]
+        _require(len(rows) <= self._max_logits_rows, f"logits of at most {self._max_logits_rows} tokens")
+        return rows, np.setdiff1d(np.arange(len(rows)), sampled)
+
+    def _check_scores(self, plan: StepPlan, score_lens: Int32Array) -> None:
+        targets = plan.score_targets
+        _require(targets is not None and len(targets) == score_lens.sum(), "a target for every scored token")
+        if targets is not None and len(targets):
+            _require(targets.min() >= 0 and targets.max() < self._vocab_size, "score targets of the vocabulary")
+        _require(len(score_lens) == plan.num_rows and score_lens.min() >= 0
+                 and bool((score_lens + plan.samples <= plan.query_lens).all()), "no more scored tokens than fed ones")
+        _require(all(row in self.num_prompt_logprobs for row in plan.rows[score_lens > 0].tolist()),
+                 "scores only of rows that want them")
 
     def _check(self, plan: StepPlan) -> None:
         extras = (plan.draft_token_ids, plan.draft_parents, plan.grammar_slots, plan.adapter_slots,

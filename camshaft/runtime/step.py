@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
 
 
 class LogitsProcessor(Protocol):

@@ -1,4 +1,4 @@
-/* Picks a token a row of logits. Greedy rows take one pass; the others are put into buckets by how far a logit
+/* Picks a token a row of logits, and takes log-probabilities. Greedy rows take one pass; the others are put into buckets by how far a logit
  * lies below the largest, and only the buckets that hold a cut or the picked token are sorted. Masses are
  * doubles, so that cuts and picks fall where the reference puts them. */
 #include <math.h>
@@ -241,4 +241,122 @@ int camshaft_sample(const batch *in) {
     for (int i = 0; i < threads; i++) free(spaces[i].ranked), free(spaces[i].masses);
     if (spaces != &alone) free(spaces);
     return atomic_load(&j.failed);
+}
+
+/* logits: [rows, count], strides in elements; targets, logprobs, ranks, finite: [rows]; tops: [rows, num_top]. */
+typedef struct {
+    const void *logits;
+    const int64_t *targets;
+    float *logprobs;
+    int64_t *ranks, *top_ids;
+    float *top_logprobs;
+    unsigned char *finite;
+    long row_stride, rows, count, num_top;
+    int kind, threads;
+} logprob_batch;
+
+/* Sum of e^(x - best): lanes of fp32 for a while, then into a double. */
+INLINE double mass_as(const void *row, long count, float best, int kind) {
+    double sum = 0;
+    long i = 0;
+    while (i + LANES <= count) {
+        vfloat some = {0};
+        for (long stop = i + 64 * LANES; i + LANES <= count && i < stop; i += LANES)
+            some += exp_lanes(load(at(row, i, kind), kind) - best);
+        for (int l = 0; l < LANES; l++) sum += some[l];
+    }
+    for (; i < count; i++) sum += exp_of((double)load_one(at(row, i, kind), kind) - best);
+    return sum;
+}
+
+/* How many of [first, last) lie above `bar`; with `level`, or on it. */
+INLINE long above_as(const void *row, long first, long last, float bar, int level, int kind) {
+    long found = 0, i = first;
+    vint counts = {0};
+    for (; i + LANES <= last; i += LANES) {
+        vfloat x = load(at(row, i, kind), kind);
+        counts -= level ? (vint)(x >= bar) : (vint)(x > bar);
+    }
+    for (int l = 0; l < LANES; l++) found += counts[l];
+    for (; i < last; i++) {
+        float x = load_one(at(row, i, kind), kind);
+        found += level ? x >= bar : x > bar;
+    }
+    return found;
+}
+
+/* Puts a logit into `kept` sorted ones: behind its equals, which have lower ids. The last falls out when full. */
+static void insert(float *logits, int64_t *ids, long *kept, long most, float logit, long id) {
+    long low = 0, high = *kept;
+    while (low < high) {
+        long middle = (low + high) / 2;
+        if (logits[middle] >= logit) low = middle + 1;
+        else high = middle;
+    }
+    if (low == most) return;
+    long moved = (*kept < most ? *kept : most - 1) - low;
+    memmove(logits + low + 1, logits + low, (size_t)moved * sizeof *logits);
+    memmove(ids + low + 1, ids + low, (size_t)moved * sizeof *ids);
+    logits[low] = logit, ids[low] = id;
+    *kept += *kept < most;
+}
+
+INLINE void top_as(const void *row, long count, float *logits, int64_t *ids, long most, int kind) {
+    long kept = 0, i = 0;
+    for (; i < count && kept < most; i++) insert(logits, ids, &kept, most, load_one(at(row, i, kind), kind), i);
+    while (i < count) {
+        long stop = i + 8 * LANES < count ? i + 8 * LANES : count;
+        if (stop - i == 8 * LANES) {
+            vint over = {0};
+            for (long j = i; j < stop; j += LANES) over |= (vint)(load(at(row, j, kind), kind) > logits[most - 1]);
+            int any = 0;
+            for (int l = 0; l < LANES; l++) any |= over[l];
+            if (!any) {
+                i = stop;
+                continue;
+            }
+        }
+        for (; i < stop; i++) {
+            float x = load_one(at(row, i, kind), kind);
+            if (x > logits[most - 1]) insert(logits, ids, &kept, most, x, i);
+        }
+    }
+}
+
+INLINE void logprobs_as(const logprob_batch *in, long row, int kind) {
+    const void *data = at(in->logits, row * in->row_stride, kind);
+    long index, target = in->targets[row], most = in->num_top;
+    float best = best_as(data, in->count, &index, kind);
+    float *tops = in->top_logprobs + row * most;
+    int64_t *ids = in->top_ids + row * most;
+    in->finite[row] = isfinite(best) != 0;
+    if (!in->finite[row]) {
+        in->logprobs[row] = 0, in->ranks[row] = 0;
+        memset(tops, 0, (size_t)most * sizeof *tops);
+        memset(ids, 0, (size_t)most * sizeof *ids);
+        return;
+    }
+    double normaliser = log(mass_as(data, in->count, best, kind));
+    float logit = load_one(at(data, target, kind), kind);
+    in->logprobs[row] = (float)((double)logit - best - normaliser);
+    in->ranks[row] = 1 + above_as(data, 0, target, logit, 1, kind) + above_as(data, target, in->count, logit, 0, kind);
+    if (most) top_as(data, in->count, tops, ids, most, kind);
+    for (long i = 0; i < most; i++) tops[i] = (float)((double)tops[i] - best - normaliser);
+}
+
+static void logprob_rows(void *context, long first, long last, int seat) {
+    const logprob_batch *in = context;
+    (void)seat;
+    for (long row = first; row < last; row++) {
+        if (in->kind == KIND_F32) logprobs_as(in, row, KIND_F32);
+        else if (in->kind == KIND_BF16) logprobs_as(in, row, KIND_BF16);
+        else logprobs_as(in, row, KIND_F16);
+    }
+}
+
+/* Returns 0. Rows are independent. */
+int camshaft_logprobs(logprob_batch *in) {
+    int threads = in->rows * in->count > MIN_PARALLEL_LOGITS && in->rows > 1 ? in->threads : 1;
+    pool_run(in->rows, 1, threads, logprob_rows, in);
+    return 0;
 }

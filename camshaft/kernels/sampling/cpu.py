@@ -1,4 +1,4 @@
-"""CPU implementations of ``sample``: native C, and torch that sorts the sampled rows only.
+"""CPU implementations of ``sample`` and ``logprobs``: native C, and torch that sorts no more than it must.
 
 Owns the argument passing to ``cpu.c``.
 """
@@ -12,8 +12,8 @@ import torch
 
 from camshaft.kernels.native import KINDS, entry
 from camshaft.kernels.op import OpCall, TensorInfo
+from camshaft.kernels.sampling.ref import logprobs_op, sample_op
 from camshaft.kernels.sampling.ref import sample as reference
-from camshaft.kernels.sampling.ref import sample_op
 
 _PARAMETERS = (("temperature", torch.float32), ("top_k", torch.int32), ("top_p", torch.float32),
                ("min_p", torch.float32), ("uniform", torch.float32))
@@ -63,3 +63,55 @@ def sample_greedy_first(logits: torch.Tensor, temperature: torch.Tensor, top_k: 
                                                                                  uniform)))
         picked[sampled] = chosen
     return picked, finite
+
+
+def _supports_logprobs(call: OpCall) -> str | None:
+    logits, targets, _ = call.args
+    if isinstance(logits, TensorInfo) and logits.dtype not in KINDS:
+        return f"logits are {logits.dtype}, not one of {', '.join(map(str, KINDS))}"
+    if isinstance(targets, TensorInfo) and targets.dtype != torch.int64:
+        return f"targets are {targets.dtype}, not torch.int64"
+    return None
+
+
+@logprobs_op.impl("native", device="cpu", native=True, supports=_supports_logprobs, rank=10)
+def native_logprobs(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Bind ``camshaft_logprobs``."""
+    run, pack = entry(library, "camshaft_logprobs", "PPPPPPPllllii")
+    kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
+
+    def logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        targets = targets.contiguous()
+        rows, count = logits.shape
+        of_target, ranks = empty(rows), empty(rows, dtype=torch.int64)
+        top_ids, top = empty(rows, num_top, dtype=torch.int64), empty(rows, num_top)
+        finite = empty(rows, dtype=torch.bool)
+        run(pack(logits.data_ptr(), targets.data_ptr(), of_target.data_ptr(), ranks.data_ptr(),
+                 top_ids.data_ptr(), top.data_ptr(), finite.data_ptr(), logits.stride(0), rows, count, num_top,
+                 kinds[logits.dtype], num_threads()))
+        return of_target, ranks, top_ids, top, finite
+
+    return logprobs
+
+
+@logprobs_op.impl("top_only", device="any", rank=0)
+def logprobs_top_only(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """Counts ranks instead of sorting; the likeliest are found by keys in which the lower id wins a tie."""
+    values = logits.float()
+    best = values.amax(dim=1)
+    finite = torch.isfinite(best)
+    values = values.masked_fill(~finite[:, None], 0.0)
+    normaliser = values.double().logsumexp(dim=1, keepdim=True)
+    ids = torch.arange(values.shape[1], device=values.device)
+    chosen = values.gather(1, targets[:, None])
+    before = (values > chosen) | ((values == chosen) & (ids < targets[:, None]))
+    bits = (values + 0.0).view(torch.int32).long()  # adding 0 makes -0 the same as 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    top_ids = (ordered * (1 << 31) - ids).topk(num_top, dim=1).indices
+    top = values.gather(1, top_ids).double() - normaliser
+    ranks = (1 + before.sum(dim=1)).masked_fill(~finite, 0)
+    broken = ~finite[:, None]
+    return ((chosen - normaliser)[:, 0].float().masked_fill(~finite, 0.0), ranks, top_ids.masked_fill(broken, 0),
+            top.float().masked_fill(broken, 0.0), finite)

@@ -1,7 +1,7 @@
-"""Contract of ``sample``, in readable torch.
+"""Contracts of ``sample`` and ``logprobs``, in readable torch.
 
-Owns the order in which temperature, top-k, top-p and min-p apply. All arithmetic is float64, so that every
-implementation picks the same token. Penalties, masks and random numbers come from the caller.
+Owns the order in which temperature, top-k, top-p and min-p apply, and what a rank is. All arithmetic is float64,
+so that every implementation picks the same token. Penalties, masks and random numbers come from the caller.
 """
 
 from __future__ import annotations
@@ -96,4 +96,66 @@ sample_op = define_op(OpSpec(
     schema="(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) "
            "-> (Tensor, Tensor)",
     reference=sample, fake=_fake, samples=_samples,
+))
+
+
+def logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """Log-softmax of each row of logits [M, V] at its target [M] (int64) and at its ``num_top`` likeliest tokens.
+
+    Returns float32 log-probabilities [M] and int64 ranks [M] of the targets, ids [M, num_top] (int64) and
+    log-probabilities [M, num_top] (float32) of the likeliest, and finite [M] (bool). Tokens are ordered by
+    descending logit, then id; a rank is a token's place in that order, from 1. ``num_top`` is at most V.
+    finite is False, and the other results are 0, where a logit is NaN or +inf or all are -inf.
+    """
+    values = logits.double()
+    best = values.amax(dim=1)
+    finite = torch.isfinite(best)
+    values = values.masked_fill(~finite[:, None], 0.0)
+    ordered, ids = values.sort(dim=1, descending=True, stable=True)
+    normaliser = values.logsumexp(dim=1, keepdim=True)
+    of_target = (values.gather(1, targets[:, None]) - normaliser)[:, 0]
+    ranks = 1 + (ids == targets[:, None]).long().argmax(dim=1)
+    top = (ordered - normaliser)[:, :num_top]
+    return (of_target.float().masked_fill(~finite, 0.0), ranks.masked_fill(~finite, 0),
+            ids[:, :num_top].masked_fill(~finite[:, None], 0), top.float().masked_fill(~finite[:, None], 0.0), finite)
+
+
+def _fake_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    rows = logits.shape[0]
+    return (logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.int64),
+            logits.new_empty((rows, num_top), dtype=torch.int64),
+            logits.new_empty((rows, num_top), dtype=torch.float32), logits.new_empty(rows, dtype=torch.bool))
+
+
+def _logprob_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
+    def draw(count: int, vocabulary: int) -> torch.Tensor:
+        return (3 * torch.randn(count, vocabulary, generator=generator)).to(device, dtype)
+
+    def case(name: str, logits: torch.Tensor, num_top: int) -> Sample:
+        targets = torch.randint(logits.shape[1], (len(logits),), generator=generator).to(device)
+        return Sample(name, (logits, targets, num_top))
+
+    yield case("empty", draw(0, 10), 3)
+    yield case("one", draw(1, 7), 2)
+    yield case("one_word", draw(3, 1), 1)
+    yield case("none_asked", draw(5, 1003), 0)
+    yield case("rows", draw(27, 1003), 20)
+    yield case("all_asked", draw(4, 300), 300)
+    yield case("vocabulary", draw(9, 20011), 5)
+    yield case("strided", draw(9, 601)[:, 50:450], 7)
+    yield case("ties", torch.round(draw(18, 333) / 4), 12)
+    yield case("equal", torch.zeros_like(draw(9, 64)), 6)
+    yield case("rising", torch.arange(97.0).expand(2, -1).to(device, dtype).contiguous(), 9)
+    yield case("far_apart", torch.cat([draw(2, 50) - 10000, draw(2, 50)], dim=1), 60)
+    broken = draw(12, 97)
+    broken[0, 5], broken[1, 96], broken[2] = math.nan, math.inf, -math.inf
+    broken[3, :90], broken[4, 0], broken[5, 1::2] = -math.inf, -math.inf, -math.inf
+    broken[6, 3], broken[6, 4], broken[7, 0], broken[7, 1] = math.inf, math.nan, math.nan, -math.inf
+    yield case("not_finite", broken, 11)
+
+
+logprobs_op = define_op(OpSpec(
+    name="logprobs",
+    schema="(Tensor logits, Tensor targets, int num_top) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=logprobs, fake=_fake_logprobs, samples=_logprob_samples,
 ))

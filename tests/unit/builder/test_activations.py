@@ -57,9 +57,11 @@ def test_several_results_live_together(b, x):
     assert activation_peak_bytes(program, BUILD) == 3 * TOKENS * ROW
 
 
-def test_logit_rows_are_bounded_by_the_batch(b, x):
+@pytest.mark.parametrize(("max_batch_size", "max_num_tokens", "num_rows"), [(4, 100, 64), (70, 100, 70), (4, 16, 16)])
+def test_logit_rows_are_bounded_by_the_batch_the_scores_and_the_tokens(b, x, max_batch_size, max_num_tokens, num_rows):
     rows = b.call("aten.index_select.default", x, 0, b.logits_rows)
-    assert activation_peak_bytes(b.finish(rows), BUILD) == (TOKENS + BUILD.max_batch_size) * ROW
+    build = dataclasses.replace(BUILD, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+    assert activation_peak_bytes(b.finish(rows), build) == (max_num_tokens + num_rows) * ROW
 
 
 def test_a_lowered_program_grows_with_its_limits():
