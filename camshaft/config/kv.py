@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from camshaft.core.errors import InternalError
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -20,13 +22,23 @@ class LifeCycleSpec:
     """
 
     kind: str
-    """``"full"``: every token stays until its request ends."""
+    """``"full"``: every token stays until its request ends. ``"window"``: tokens go once no later token reads them."""
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     page_size: int
     """Tokens a page."""
     dtype: str
+    window: int | None = None
+    """Of ``"window"``: how many tokens back a token reads, itself included."""
+    sinks: int = 0
+    """Of ``"window"``: tokens at the start that every token reads however far back they are."""
+
+    def __post_init__(self) -> None:
+        sound = {"window": self.window is not None and self.window >= 1 and self.sinks >= 0,
+                 "full": self.window is None and not self.sinks}
+        if not sound.get(self.kind, True):
+            raise InternalError(f"a life cycle {self.kind!r} with window {self.window} and {self.sinks} sinks")
 
     @property
     def page_bytes(self) -> int:

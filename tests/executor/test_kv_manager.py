@@ -5,7 +5,7 @@ import pytest
 
 from camshaft.config.kv import LifeCycleSpec
 from camshaft.core.errors import InternalError, UserError
-from camshaft.executor.kv.manager import KVCacheManager, PrefixMatch
+from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.messages import PrefixScope
 
 PAGE = 4
@@ -30,7 +30,7 @@ def count_up(length, first=0):
 
 def run(kv, request_id, tokens, *, scope=SCOPE, reuse=True):
     """Start, reserve and commit a whole sequence; returns (cached tokens, change of the first life cycle)."""
-    cached = kv.start(request_id, tokens, scope, reuse)
+    cached = kv.start(request_id, tokens, scope, reads=reuse, leaves=reuse)
     reservation = kv.reserve(request_id, len(tokens))
     assert reservation is not None
     kv.commit(request_id, tokens, len(tokens))
@@ -51,18 +51,19 @@ def serve(kv, request_id, tokens, **options):
 
 def test_a_request_gets_pages_in_column_order_and_never_the_trash_page():
     kv = make(3)
-    assert kv.start(1, count_up(9), SCOPE, True) == 0
+    assert kv.start(1, count_up(9), SCOPE, reads=True, leaves=True) == 0
     change = kv.reserve(1, 9).updates[0]
     assert change.columns.tolist() == [0, 1, 2]
     assert sorted(change.pages.tolist()) == [1, 2, 3]
     assert change.columns.dtype == change.pages.dtype == change.copy_from.dtype == np.int32
-    assert kv.held_pages(1) == 3
-    assert kv.available_pages() == 0
+    assert kv.held_pages(1).tolist() == [3]
+    assert kv.columns(1) == 3
+    assert kv.available_pages().tolist() == [0]
 
 
 def test_a_reservation_names_only_what_is_new():
     kv = make()
-    kv.start(1, count_up(5), SCOPE, True)
+    kv.start(1, count_up(5), SCOPE, reads=True, leaves=True)
     kv.reserve(1, 5)
     again = kv.reserve(1, 8).updates[0]
     assert len(again.columns) == len(again.copy_from) == 0
@@ -72,12 +73,12 @@ def test_a_reservation_names_only_what_is_new():
 
 def test_no_room_is_none_and_changes_nothing():
     kv = make(2)
-    kv.start(1, count_up(4), SCOPE, True)
+    kv.start(1, count_up(4), SCOPE, reads=True, leaves=True)
     kv.reserve(1, 4)
-    kv.start(2, count_up(4, 50), SCOPE, True)
+    kv.start(2, count_up(4, 50), SCOPE, reads=True, leaves=True)
     before = kv.stats()
     assert kv.reserve(2, 8) is None
-    assert (kv.stats(), kv.held_pages(2)) == (before, 0)
+    assert (kv.stats(), kv.columns(2)) == (before, 0)
     assert kv.reserve(2, 4) is not None
 
 
@@ -88,9 +89,10 @@ def test_pages_for(tokens, pages):
 
 def test_what_can_ever_be_held_is_bounded_by_the_smallest_pool():
     kv = make(kinds=("full", "full"), usable_each=(5, 3))
-    assert kv.usable_pages() == kv.available_pages() == 3
-    assert kv.can_ever_hold(3 * PAGE)
-    assert not kv.can_ever_hold(3 * PAGE + 1)
+    assert kv.usable_pages().tolist() == kv.available_pages().tolist() == [5, 3]
+    assert kv.worst_pages(3 * PAGE, 1).tolist() == [3, 3]
+    assert kv.can_ever_hold(3 * PAGE, 1)
+    assert not kv.can_ever_hold(3 * PAGE + 1, 1)
 
 
 def test_released_pages_are_free_at_once_without_reuse():
@@ -119,12 +121,13 @@ def test_match_reports_what_start_takes_and_changes_nothing():
     run(kv, 2, np.concatenate([count_up(4), text(70)]))
     before = kv.stats()
     found = kv.match(np.concatenate([count_up(9), text(80, 81)]), SCOPE)
-    assert found == PrefixMatch(num_tokens=9, num_pages=2, num_pages_unreferenced=1, num_partial_tokens=1)
+    assert (found.num_tokens, found.num_partial_tokens) == (9, 1)
+    assert (found.num_pages.tolist(), found.num_pages_unreferenced.tolist()) == ([2], [1])
     assert kv.stats() == before
     room = kv.available_pages()
-    assert kv.start(3, np.concatenate([count_up(9), text(80, 81)]), SCOPE, True) == 9
+    assert kv.start(3, np.concatenate([count_up(9), text(80, 81)]), SCOPE, reads=True, leaves=True) == 9
     assert kv.available_pages() == room - found.num_pages_unreferenced - 1
-    assert kv.held_pages(3) == 3
+    assert kv.held_pages(3).tolist() == [3]
 
 
 def test_one_token_is_always_left_to_compute():
@@ -164,7 +167,7 @@ def test_b47_scopes_never_share_pages():
 def test_the_same_page_computed_twice_is_cached_once():
     kv = make()
     for request_id in (1, 2):
-        kv.start(request_id, count_up(9), SCOPE, True)
+        kv.start(request_id, count_up(9), SCOPE, reads=True, leaves=True)
         kv.reserve(request_id, 9)
     for request_id in (1, 2):
         kv.commit(request_id, count_up(9), 9)
@@ -180,7 +183,7 @@ def test_what_follows_a_page_computed_twice_is_cached_at_release(length):
     kv = make(12)
     tails = {1: count_up(6, 50), 2: count_up(6, 70)}
     for request_id in (1, 2):
-        kv.start(request_id, count_up(5), SCOPE, True)
+        kv.start(request_id, count_up(5), SCOPE, reads=True, leaves=True)
         kv.reserve(request_id, length)
     for request_id, tail in tails.items():
         kv.commit(request_id, np.concatenate([count_up(4), tail]), length)
@@ -195,7 +198,7 @@ def test_what_follows_a_page_computed_twice_is_cached_at_release(length):
 
 def test_a_page_is_shared_only_when_committed():
     kv = make()
-    kv.start(1, count_up(9), SCOPE, True)
+    kv.start(1, count_up(9), SCOPE, reads=True, leaves=True)
     kv.reserve(1, 9)
     assert kv.match(count_up(9), SCOPE).num_tokens == 0
     kv.commit(1, count_up(9), 3)
@@ -258,11 +261,12 @@ def test_start_does_not_evict_a_page_that_another_request_copies_from():
     kv = make(4)
     _, old = serve(kv, 1, count_up(4))
     serve(kv, 2, count_up(4, 50))
-    kv.start(3, np.concatenate([count_up(2), text(9)]), SCOPE, True)
+    kv.start(3, np.concatenate([count_up(2), text(9)]), SCOPE, reads=True, leaves=True)
     first = kv.reserve(3, 3).updates[0]
     assert first.copy_from.tolist() == [old.pages[0]]
     run(kv, 4, count_up(3, 70))
-    assert kv.start(5, np.concatenate([count_up(2, 50), text(9)]), SCOPE, True) == 0, "its target would be that page"
+    assert kv.start(5, np.concatenate([count_up(2, 50), text(9)]), SCOPE, reads=True, leaves=True) == 0, (
+        "its target would be that page")
     kv.check_integrity()
     second = kv.reserve(5, 3).updates[0]
     assert len(second.copy_from) == 0
@@ -272,8 +276,8 @@ def test_start_does_not_evict_a_page_that_another_request_copies_from():
 def test_a_page_needed_by_another_row_of_the_step_is_copied_before_it_is_written():
     kv = make(3)
     _, old = serve(kv, 1, count_up(4))
-    kv.start(2, np.concatenate([count_up(2), text(9)]), SCOPE, True)
-    kv.start(3, count_up(5, 50), SCOPE, True)
+    kv.start(2, np.concatenate([count_up(2), text(9)]), SCOPE, reads=True, leaves=True)
+    kv.start(3, count_up(5, 50), SCOPE, reads=True, leaves=True)
     other = kv.reserve(3, 5).updates[0]
     kv.check_integrity()
     source = old.pages[0]
@@ -294,7 +298,7 @@ def test_a_request_that_needs_every_page_is_not_held_up_by_the_page_it_copies_fr
     found = kv.match(prompt, SCOPE)
     assert found.num_partial_tokens == 2
     assert kv.available_pages() - found.num_pages_unreferenced >= kv.pages_for(16) - found.num_pages
-    kv.start(2, prompt, SCOPE, True)
+    kv.start(2, prompt, SCOPE, reads=True, leaves=True)
     reservation = kv.reserve(2, 16)
     assert reservation is not None
     change = reservation.updates[0]
@@ -309,7 +313,7 @@ def test_a_request_that_ends_before_its_first_step_leaves_nothing():
     kv = make(4)
     serve(kv, 1, count_up(6))
     before = kv.stats()
-    kv.start(2, np.concatenate([count_up(5), text(9)]), SCOPE, True)
+    kv.start(2, np.concatenate([count_up(5), text(9)]), SCOPE, reads=True, leaves=True)
     assert kv.stats().num_free == before.num_free - 1
     kv.commit(2, count_up(5), 5)
     kv.release(2)
@@ -345,7 +349,7 @@ def test_pages_in_use_are_never_evicted():
     kv = make(4)
     run(kv, 1, count_up(8))
     serve(kv, 2, count_up(4, 50))
-    kv.start(3, count_up(9, 70), SCOPE, True)
+    kv.start(3, count_up(9, 70), SCOPE, reads=True, leaves=True)
     assert kv.reserve(3, 9) is None
     assert kv.reserve(3, 8) is not None
     assert kv.match(count_up(9), SCOPE).num_tokens == 8
@@ -376,7 +380,7 @@ def test_stats_count_reuse():
 
 
 @pytest.mark.parametrize("call", [
-    lambda kv: kv.start(1, count_up(3), SCOPE, True),
+    lambda kv: kv.start(1, count_up(3), SCOPE, reads=True, leaves=True),
     lambda kv: kv.reserve(7, 4),
     lambda kv: kv.held_pages(7),
     lambda kv: kv.commit(7, count_up(3), 3),
@@ -397,7 +401,7 @@ def test_calls_out_of_order_are_refused(call):
 def test_tokens_of_a_pending_copy_cannot_be_committed():
     kv = make()
     serve(kv, 1, count_up(8))
-    assert kv.start(2, count_up(8), SCOPE, True) == 7
+    assert kv.start(2, count_up(8), SCOPE, reads=True, leaves=True) == 7
     with pytest.raises(InternalError):
         kv.commit(2, count_up(8), 8)
 
@@ -442,7 +446,7 @@ def corrupt_queue(kv):
 def corrupt_prefix(kv):
     node = kv._sequences[2].nodes[1]
     kv._sequences[2].nodes[0] = None
-    kv._ledger.unpin(node.parent, 0)
+    kv._ledger.unpin(node.parent, 0, passed=False)
 
 
 def corrupt_copies(kv):

@@ -1,4 +1,5 @@
-"""Which cached page of a life cycle goes next when room is needed: the least recently used one.
+"""Which cached page of a life cycle goes next when room is needed: one out of reach of all that was useful so far
+(``Node.spent``) before others, and then the least recently used one.
 
 Owns the order and the count of unreferenced pages of the prefix tree; removing a page is the manager's.
 """
@@ -25,7 +26,7 @@ class EvictionQueue:
         self._cycle = cycle
         self.leaves_only = leaves_only
         """Whether descendants are useless without the page, so that only leaves may go."""
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap: list[tuple[bool, int, int, Node]] = []
         self._num_offered = 0
         self.num_cached = 0
         """Pages of the tree that no request holds, whether they may go at once or after their descendants."""
@@ -44,16 +45,16 @@ class EvictionQueue:
         if not self.is_ready(node):
             return
         self._num_offered += 1
-        heapq.heappush(self._heap, (node.last_used, self._num_offered, node))
+        heapq.heappush(self._heap, self._entry(node, self._num_offered))
         if len(self._heap) > 2 * self.num_cached + _SLACK:
-            self._heap = [(node.last_used, order, node) for order, node in self._ready().items()]
+            self._heap = [self._entry(node, order) for order, node in self._ready().items()]
             heapq.heapify(self._heap)
 
     def pop(self) -> Node | None:
-        """The ready node used longest ago, which the caller evicts now; None when no node is ready."""
+        """The ready node to go first, which the caller evicts now; None when no node is ready."""
         while self._heap:
-            last_used, _, node = heapq.heappop(self._heap)
-            if last_used == node.last_used and self.is_ready(node):
+            kept, last_used, _, node = heapq.heappop(self._heap)
+            if self._is_current(kept, last_used, node):
                 return node
         return None
 
@@ -61,9 +62,15 @@ class EvictionQueue:
         """Every node that ``pop`` would return in turn if nothing changed; O(n)."""
         return set(self._ready().values())
 
+    def _entry(self, node: Node, order: int) -> tuple[bool, int, int, Node]:
+        return not node.spent[self._cycle], node.last_used, order, node
+
+    def _is_current(self, kept: bool, last_used: int, node: Node) -> bool:
+        return last_used == node.last_used and kept != node.spent[self._cycle] and self.is_ready(node)
+
     def _ready(self) -> dict[int, Node]:
         latest: dict[Node, int] = {}
-        for last_used, order, node in self._heap:
-            if last_used == node.last_used and self.is_ready(node):
+        for kept, last_used, order, node in self._heap:
+            if self._is_current(kept, last_used, node):
                 latest[node] = max(order, latest.get(node, 0))
         return {order: node for node, order in latest.items()}

@@ -51,11 +51,19 @@ def _check_sequences(ledger: PageLedger, sequences: Items[Sequence]) -> None:
     for sequence in sequences:
         _require(all(len(pages) == sequence.num_columns for pages in sequence.pages), "life cycles differ in columns")
         _require(sequence.num_told <= sequence.num_columns, "a page was announced that is not held")
+        _require(sequence.num_proven <= sequence.num_computed, "tokens were shared before they were computed")
         for c, pages in enumerate(sequence.pages):
             shared = [(page, node) for page, node in zip(pages, sequence.nodes, strict=True) if page and node]
             _require(all(ledger.tree.holds(node) and node.pages[c] == page for page, node in shared),
                      "a shared page in use has left the prefix tree")
             held = {node for _, node in shared}
+            gone = ledger.cycles[c].out_of_reach(sequence.num_computed)
+            _require(not any(pages[gone.start:gone.stop]), "a page out of reach is still held")
+            _require(all(pages[column] for column in range(len(pages)) if column not in gone),
+                     "a page within reach was given back")
+            borrowed = sequence.borrowed[c]
+            _require(all(pages[column] and sequence.nodes[column] for column in borrowed), "a borrowed page is free")
+            _require(sequence.credit[c] == sum(map(bool, pages)) - len(borrowed), "pages held are miscounted")
             if ledger.queues[c].leaves_only:
                 _require(all(upper.parent is None or upper.parent.scope is not None or upper.parent in held
                              for upper in held), "a request holds a page without its prefix")
@@ -80,6 +88,9 @@ def _check_pages(ledger: PageLedger, nodes: list[Node], sequences: Items[Sequenc
             elif page != TRASH_PAGE and node is not None:
                 refs[node] += 1
     _require(all(node.refs[c] == refs[node] for node in nodes), "references are miscounted")
+    credit = sum(sequence.credit[c] for sequence in sequences)
+    _require(ledger.queues[c].leaves_only or credit <= len(private) + sum(map(bool, refs.values())),
+             "a page counts for two requests")
     cached = [node.pages[c] for node in nodes if node.pages[c] != TRASH_PAGE]
     everything = sorted((*ledger.pools[c].free_pages(), *private, *cached))
     _require(everything == list(range(1, ledger.pools[c].num_usable + 1)), "a page is lost, or in two places")

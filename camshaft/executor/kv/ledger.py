@@ -9,7 +9,7 @@ from __future__ import annotations
 from camshaft.core.errors import InternalError
 from camshaft.executor.kv.evict import EvictionQueue
 from camshaft.executor.kv.lifecycle import LifeCycle
-from camshaft.executor.kv.pool import PagePool
+from camshaft.executor.kv.pool import TRASH_PAGE, PagePool
 from camshaft.executor.kv.prefix import Node, PrefixTree
 from camshaft.executor.kv.sequence import PageCopy
 
@@ -17,9 +17,10 @@ from camshaft.executor.kv.sequence import PageCopy
 class PageLedger:
     """Pools, eviction queues and prefix tree of all life cycles; ``c`` is always a life cycle's index."""
 
-    __slots__ = ("_clock", "num_evictions", "pools", "queues", "sources", "tree")
+    __slots__ = ("_clock", "cycles", "num_evictions", "pools", "queues", "sources", "tree")
 
     def __init__(self, cycles: tuple[LifeCycle, ...], num_pages: tuple[int, ...]) -> None:
+        self.cycles = cycles
         self.pools = tuple(PagePool(count) for count in num_pages)
         self.queues = tuple(EvictionQueue(c, leaves_only=cycle.whole_prefix) for c, cycle in enumerate(cycles))
         self.tree = PrefixTree(cycles[0].page_size)
@@ -42,18 +43,36 @@ class PageLedger:
             self.queues[c].num_cached -= 1
         node.refs[c] += 1
 
-    def unpin(self, node: Node, c: int) -> None:
-        """One request fewer holds the node's page; without any it is merely cached."""
+    def unpin(self, node: Node, c: int, *, passed: bool) -> None:
+        """One request fewer holds the node's page; without any it is merely cached.
+
+        ``passed``: the request goes on beyond the page's reach.
+        """
         node.refs[c] -= 1
         if node.refs[c] == 0:
             self.queues[c].num_cached += 1
+            node.spent[c] = passed and not node.resumed
             self._touch(node)
+
+    def adopt(self, node: Node, c: int, page: int, *, passed: bool) -> None:
+        """Give a node that lacks it in life cycle c a private page of the same content; it is merely cached."""
+        node.pages[c] = page
+        self.queues[c].num_cached += 1
+        node.spent[c] = passed
+        self._touch(node)
 
     def publish(self, parent: Node, content: bytes, pages: list[int]) -> Node | None:
         """Put private pages into the tree, where the request that had them holds them; None as ``insert``."""
         node = self.tree.insert(parent, content, pages)
         if node is not None:
             node.refs = [int(page != 0) for page in pages]
+        return node
+
+    def hang(self, parent: Node, content: bytes) -> Node:
+        """A node without pages below ``parent``, which lacks it; the caller publishes below it at once."""
+        node = self.tree.insert(parent, content, [TRASH_PAGE] * len(self.pools))
+        if node is None:
+            raise InternalError("a page without memory was put where the prefix tree has one, or has no place")
         return node
 
     def take(self, c: int, copies: list[PageCopy]) -> int:
@@ -119,6 +138,10 @@ class PageLedger:
                 node.pages[k] = 0
                 self.pools[k].give(page)
                 self.queues[k].num_cached -= 1
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Take the node out of the tree if it is a leaf without a page, and what above it then is one."""
         left: Node | None = node
         while left is not None and not left.children and not any(left.pages):
             self.sources.pop(left, None)

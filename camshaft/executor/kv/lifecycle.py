@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 
 from camshaft.config.kv import LifeCycleSpec
+from camshaft.core.errors import InternalError
 from camshaft.core.registry import Registry
 
 
@@ -34,8 +35,12 @@ class LifeCycle(abc.ABC):
         """
 
     @abc.abstractmethod
-    def max_pages(self, num_tokens: int) -> int:
-        """Most pages a sequence that grows to ``num_tokens`` holds at any time."""
+    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """Most pages a sequence that grows to ``num_tokens`` holds at any time.
+
+        At most ``step_tokens`` positions from the first that is not computed have pages; what is out of reach of
+        the computed ones was given back.
+        """
 
 
 LIFE_CYCLES: Registry[type[LifeCycle]] = Registry("KV life cycle")
@@ -54,9 +59,37 @@ class FullAttention(LifeCycle):
         """Nothing ever is."""
         return range(0)
 
-    def max_pages(self, num_tokens: int) -> int:
+    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
         """All of its pages at once."""
         return -(-num_tokens // self.page_size)
+
+
+@LIFE_CYCLES.register("window")
+class SlidingWindow(LifeCycle):
+    """A token at position p reads ``p - window + 1`` to p, and the first ``sinks`` tokens (Xiao et al., 2023)."""
+
+    def __init__(self, spec: LifeCycleSpec) -> None:
+        super().__init__(spec)
+        if spec.window is None:
+            raise InternalError("a sliding window without a width")
+        self._window = spec.window
+        self._sink_columns = -(-spec.sinks // self.page_size)
+
+    @property
+    def whole_prefix(self) -> bool:
+        """Never: what lies before the window and after the sinks is not read."""
+        return False
+
+    def out_of_reach(self, num_tokens: int) -> range:
+        """Columns after those with sinks whose last position lies before ``num_tokens - window + 1``."""
+        lowest = max(num_tokens - self._window + 1, 0)
+        return range(self._sink_columns, max(lowest // self.page_size, self._sink_columns))
+
+    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """The columns with sinks, and as many as ``window - 1 + step_tokens`` positions in a row can touch."""
+        positions = self._window - 1 + step_tokens
+        touched = (positions + self.page_size - 2) // self.page_size + 1
+        return min(-(-num_tokens // self.page_size), self._sink_columns + touched)
 
 
 def make_life_cycle(spec: LifeCycleSpec) -> LifeCycle:

@@ -4,9 +4,12 @@ Owns who holds which page of which life cycle, what stays cached after its reque
 table must learn. Knows pages by number only: the tensors are the runtime's, the policy is the scheduler's.
 
 Order of calls. ``start`` once; then, for each step that feeds the request, ``reserve`` while the step is
-planned, its reservation carried out by that very step, and ``commit`` after the step was submitted;
-``release`` once, between steps, when no submitted step that names the request is still to run.
-Single-threaded.
+planned, its reservation carried out by that very step; ``advance`` once nothing more is reserved for that
+step, at the latest when it has run; ``commit`` when its logits proved what it fed; ``release`` once, between
+steps, when no submitted step that names the request is still to run. Single-threaded.
+
+A page that ``advance`` gave back may be handed out by the next ``reserve``, while the last step that reads it
+is still in flight: whoever gets it writes in a later step, and steps run in the order of their submission.
 
 Invariants.
 - A page is free, private to one request, or in the prefix tree; only private pages are written.
@@ -31,8 +34,10 @@ from camshaft.core.ids import RequestId
 from camshaft.executor.kv.integrity import check_books
 from camshaft.executor.kv.ledger import PageLedger
 from camshaft.executor.kv.lifecycle import make_life_cycle
-from camshaft.executor.kv.prefix import TOKEN_BYTES, Node
+from camshaft.executor.kv.pool import TRASH_PAGE
+from camshaft.executor.kv.prefix import Node
 from camshaft.executor.kv.sequence import PageCopy, Sequence
+from camshaft.executor.kv.sharing import PrefixSharing
 from camshaft.executor.messages import PrefixScope
 from camshaft.runtime.step import Int32Array
 
@@ -42,14 +47,15 @@ _NO_PAGES.setflags(write=False)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
-    """What ``start`` would find in the cache. Pages are counted in the life cycle with most of them."""
+    """What ``start`` would find in the cache; C life cycles."""
 
     num_tokens: int
     """Tokens that need not be computed; at most one less than the prompt has."""
-    num_pages: int
-    """Pages shared whole."""
-    num_pages_unreferenced: int
-    """Those of ``num_pages`` that no request holds: taking them makes that many fewer available."""
+    num_pages: Int32Array
+    """[C] pages shared whole until the request ends: so many fewer of its worst case are new. None in a life cycle
+    that gives pages back, where sharing ends as soon as one of the sharers moves on."""
+    num_pages_unreferenced: Int32Array
+    """[C] those of ``num_pages`` that no request holds: taking them makes that many fewer available."""
     num_partial_tokens: int
     """Tokens of ``num_tokens`` that come from the beginning of a further page, by copy."""
 
@@ -106,12 +112,10 @@ class KVCacheManager:
         self.page_size = sizes.pop()
         self.num_life_cycles = len(life_cycles)
         self.block_reuse = enable_block_reuse
-        self._page_bytes = self.page_size * TOKEN_BYTES
         self._cycles = tuple(make_life_cycle(spec) for spec in life_cycles)
         self._windowed = tuple(c for c, cycle in enumerate(self._cycles) if not cycle.whole_prefix)
         self._ledger = PageLedger(self._cycles, num_pages)
-        self._tree = self._ledger.tree
-        self._partial_reuse = enable_block_reuse and enable_partial_reuse
+        self._sharing = PrefixSharing(self._ledger, self._cycles, partial=enable_partial_reuse)
         self._sequences: dict[RequestId, Sequence] = {}
         self._hits = self._tokens_reused = 0
         nothing = PageChange(columns=_NO_PAGES, pages=_NO_PAGES, copy_from=_NO_PAGES, copy_to=_NO_PAGES)
@@ -120,24 +124,40 @@ class KVCacheManager:
     # Room
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` tokens take in a life cycle that keeps them all."""
+        """Columns, and pages in a life cycle that keeps them all, that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.page_size)
 
-    def usable_pages(self) -> int:
-        """Most pages one request could ever hold: those of the life cycle with the least room."""
-        return min(pool.num_usable for pool in self._ledger.pools)
+    def worst_pages(self, num_tokens: int, step_tokens: int) -> Int32Array:
+        """[C] most pages a sequence that grows to ``num_tokens`` holds at any time.
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of ``num_tokens`` fits an otherwise empty cache."""
-        return all(cycle.max_pages(num_tokens) <= pool.num_usable
-                   for cycle, pool in zip(self._cycles, self._ledger.pools, strict=True))
+        At most ``step_tokens`` positions are reserved and not yet noted as computed by ``advance``: a chunk, the
+        steps in flight and all that is reserved ahead.
+        """
+        return np.array([cycle.worst_pages(num_tokens, step_tokens) for cycle in self._cycles], np.int32)
 
-    def available_pages(self) -> int:
-        """Pages that could be reserved now, free or by eviction, in the life cycle with the least of them."""
-        return min(self._ledger.room(c) for c in range(len(self._cycles)))
+    def usable_pages(self) -> Int32Array:
+        """[C] pages that can be handed out at all."""
+        return np.array([pool.num_usable for pool in self._ledger.pools], np.int32)
 
-    def held_pages(self, request_id: RequestId) -> int:
-        """Page columns the request has room for now, shared ones and the target of a copy included."""
+    def can_ever_hold(self, num_tokens: int, step_tokens: int) -> bool:
+        """Whether a sequence as of ``worst_pages`` fits an otherwise empty cache."""
+        return bool((self.worst_pages(num_tokens, step_tokens) <= self.usable_pages()).all())
+
+    def available_pages(self) -> Int32Array:
+        """[C] pages that could be reserved now, free or by eviction."""
+        return np.array([self._ledger.room(c) for c in range(len(self._cycles))], np.int32)
+
+    def held_pages(self, request_id: RequestId) -> Int32Array:
+        """[C] pages the request holds now, as they count towards its worst case.
+
+        Shared ones and the target of a copy included, but in a life cycle that gives pages back only those that
+        were not held by another request when this one took them: summed over all requests no page counts twice
+        there, so ``available - sum(worst - held)`` is never more than what is left at worst.
+        """
+        return np.array(self._sequence(request_id).credit, np.int32)
+
+    def columns(self, request_id: RequestId) -> int:
+        """Page columns the request has been given, those out of reach by now included: it has room up to here."""
         return self._sequence(request_id).num_columns
 
     # A request's life
@@ -147,35 +167,31 @@ class KVCacheManager:
 
         ``start`` reuses exactly this, less the partial tokens where no page for the copy can be had.
         """
-        path, _, partial = self._find(_content(tokens), scope)
-        num_tokens = len(path) * self.page_size + partial
-        unreferenced = 0
-        for c, cycle in enumerate(self._cycles):
-            gone = cycle.out_of_reach(num_tokens)
-            count = sum(node.refs[c] == 0 for column, node in enumerate(path) if column not in gone)
-            unreferenced = max(unreferenced, count)
-        return PrefixMatch(num_tokens=num_tokens, num_pages=len(path), num_pages_unreferenced=unreferenced,
-                           num_partial_tokens=partial)
+        path, _, partial = self._sharing.find(tokens, scope) if self.block_reuse else ([], None, 0)
+        kept = [(c, path if cycle.whole_prefix else []) for c, cycle in enumerate(self._cycles)]
+        return PrefixMatch(
+            num_tokens=len(path) * self.page_size + partial, num_partial_tokens=partial,
+            num_pages=np.array([len(nodes) for _, nodes in kept], np.int32),
+            num_pages_unreferenced=np.array([sum(node.refs[c] == 0 for node in nodes) for c, nodes in kept], np.int32))
 
-    def start(self, request_id: RequestId, tokens: npt.NDArray[np.int32], scope: PrefixScope, reuse: bool) -> int:
+    def start(self, request_id: RequestId, tokens: npt.NDArray[np.int32], scope: PrefixScope, *, reads: bool,
+              leaves: bool) -> int:
         """Open the books of a request and take what it can reuse; returns how many of its tokens are cached.
 
-        ``reuse`` false: it neither reads nor leaves shared pages. At least one token is left to compute.
+        ``reads``: it may use cached pages; ``leaves``: its own may be cached. At least one token is left to compute.
         """
         if request_id in self._sequences:
             raise InternalError(f"request {request_id} was started twice")
-        sequence = Sequence(scope=scope, shares=reuse and self.block_reuse, num_cycles=len(self._cycles))
+        sequence = Sequence(scope=scope, leaves=leaves and self.block_reuse, num_cycles=len(self._cycles))
         self._sequences[request_id] = sequence
-        if not sequence.shares:
+        if not reads or not self.block_reuse:
             return 0
-        path, source, partial = self._find(_content(tokens), scope)
+        path, source, partial = self._sharing.find(tokens, scope)
         num_tokens = len(path) * self.page_size + partial
         for c, cycle in enumerate(self._cycles):
             gone = cycle.out_of_reach(num_tokens)
             for column, node in enumerate(path):
-                if column not in gone:
-                    self._ledger.pin(node, c)
-                sequence.pages[c].append(0 if column in gone else node.pages[c])
+                self._share(sequence, c, None if column in gone else node)
             sequence.dropped[c] = gone.stop
         if path:
             sequence.nodes.extend(path)
@@ -186,10 +202,11 @@ class KVCacheManager:
             if sequence.copy is None:
                 num_tokens -= partial
             else:
-                for pages, target in zip(sequence.pages, sequence.copy.targets, strict=True):
-                    pages.append(target)
+                for c, target in enumerate(sequence.copy.targets):
+                    sequence.pages[c].append(target)
+                    sequence.credit[c] += 1
                 sequence.nodes.append(None)
-        sequence.num_computed = num_tokens
+        sequence.num_computed = sequence.num_proven = num_tokens
         self._hits += num_tokens > 0
         self._tokens_reused += num_tokens
         return num_tokens
@@ -197,7 +214,7 @@ class KVCacheManager:
     def reserve(self, request_id: RequestId, num_tokens: int) -> Reservation | None:
         """Give every position below ``num_tokens`` a page, evicting as needed; None: no room, nothing changed.
 
-        The first reservation after ``start`` also names the shared pages and the copy.
+        The first reservation after ``start`` also names the shared pages within reach, and the copy.
         """
         sequence = self._sequence(request_id)
         need = max(self.pages_for(num_tokens) - sequence.num_columns, 0)
@@ -211,35 +228,46 @@ class KVCacheManager:
             sequence.copy.due = False
         for c, pages in enumerate(sequence.pages):
             pages.extend([self._ledger.take(c, copies) for _ in range(need)])
+            sequence.credit[c] += need
         sequence.nodes.extend([None] * need)
-        told = sequence.num_told
-        sequence.num_told = sequence.num_columns
-        columns = np.arange(told, sequence.num_columns, dtype=np.int32)
-        return Reservation(updates=tuple(
-            PageChange(columns=columns, pages=np.array(pages[told:], np.int32),
-                       copy_from=np.array([copy.sources[c] for copy in copies], np.int32) if copies else _NO_PAGES,
-                       copy_to=np.array([copy.targets[c] for copy in copies], np.int32) if copies else _NO_PAGES)
-            for c, pages in enumerate(sequence.pages)))
+        told, sequence.num_told = sequence.num_told, sequence.num_columns
+        return Reservation(updates=tuple(self._change(c, pages, told, copies)
+                                         for c, pages in enumerate(sequence.pages)))
 
-    def commit(self, request_id: RequestId, tokens: npt.NDArray[np.int32], num_computed: int) -> None:
-        """Note that ``tokens[:num_computed]`` are in the cache, or will be before any step planned from now on reads.
+    def advance(self, request_id: RequestId, num_computed: int) -> None:
+        """Note that ``num_computed`` tokens are in the cache, or will be before any step planned from now on reads.
+
+        Gives back what no later token reaches, and shares nothing: what is not proven by then never will be.
+        Less than was noted before changes nothing.
+        """
+        sequence = self._sequence(request_id)
+        if num_computed <= sequence.num_computed:
+            return
+        if num_computed > sequence.num_told * self.page_size:
+            raise InternalError(f"request {request_id} cannot have {num_computed} computed tokens on "
+                                f"{sequence.num_told} pages")
+        sequence.num_computed = num_computed
+        for c in self._windowed:
+            gone = self._cycles[c].out_of_reach(num_computed)
+            for column in range(max(gone.start, sequence.dropped[c]), gone.stop):
+                self._let_go(sequence, c, column, passed=True)
+            sequence.dropped[c] = max(gone.stop, sequence.dropped[c])
+
+    def commit(self, request_id: RequestId, tokens: npt.NDArray[np.int32], num_proven: int) -> None:
+        """Note that ``tokens[:num_proven]`` are in the cache, and sound.
 
         Pages that became full enter the prefix tree; what lies out of reach is given back.
         """
         sequence = self._sequence(request_id)
-        if num_computed == sequence.num_computed:
+        if num_proven == sequence.num_proven:
             return
-        if not sequence.num_computed < num_computed <= min(sequence.num_told * self.page_size, len(tokens)):
-            raise InternalError(f"request {request_id} cannot have {num_computed} computed tokens: it had "
-                                f"{sequence.num_computed}, {len(tokens)} tokens and {sequence.num_told} pages")
-        sequence.num_computed = num_computed
-        if sequence.shares:
-            self._chain(sequence, _content(tokens[sequence.num_chained * self.page_size:num_computed]))
-        for c in self._windowed:
-            gone = self._cycles[c].out_of_reach(num_computed)
-            for column in range(max(gone.start, sequence.dropped[c]), gone.stop):
-                self._let_go(sequence, c, column)
-            sequence.dropped[c] = max(gone.stop, sequence.dropped[c])
+        if not sequence.num_proven < num_proven <= min(sequence.num_told * self.page_size, len(tokens)):
+            raise InternalError(f"request {request_id} cannot have {num_proven} proven tokens: it had "
+                                f"{sequence.num_proven}, {len(tokens)} tokens and {sequence.num_told} pages")
+        sequence.num_proven = num_proven
+        if sequence.leaves:
+            self._sharing.chain(sequence, tokens[:num_proven])
+        self.advance(request_id, num_proven)
 
     def release(self, request_id: RequestId) -> None:
         """Close the books of a request, exactly once. What it shares stays cached; the rest is free.
@@ -248,11 +276,10 @@ class KVCacheManager:
         """
         sequence = self._sequence(request_id)
         self._ledger.tick()
-        if sequence.late or sequence.tail:
-            self._publish_late(sequence)
+        self._sharing.close(sequence)
         for c in range(len(self._cycles)):
             for column in range(sequence.num_columns):
-                self._let_go(sequence, c, column)
+                self._let_go(sequence, c, column, passed=False)
         if sequence.copy is not None:
             self._ledger.end_copy(sequence.copy)
         del self._sequences[request_id]
@@ -286,81 +313,45 @@ class KVCacheManager:
         except KeyError:
             raise InternalError(f"request {request_id} holds no KV cache: not started, or released") from None
 
-    def _find(self, content: bytes, scope: PrefixScope) -> tuple[list[Node], Node | None, int]:
-        """Nodes to share, then the node to copy from and how many of its tokens (None, 0: no copy)."""
-        root = self._tree.root(scope) if self.block_reuse else None
-        if root is None:
-            return [], None, 0
-        usable = content[:-TOKEN_BYTES]
-        path = self._tree.walk(root, usable)
-        if self._partial_reuse:
-            rest = usable[len(path) * self._page_bytes:]
-            source, shared = self._tree.closest_child(path[-1] if path else root, rest)
-            if (source is not None and all(source.pages)
-                    and self._can_resume(path, len(path) * self.page_size + shared)):
-                return path, source, shared
-        while not self._can_resume(path, len(path) * self.page_size):
-            path.pop()
-        return path, None, 0
-
-    def _can_resume(self, path: list[Node], num_tokens: int) -> bool:
-        """Whether every life cycle still has what a token at ``num_tokens`` reads of ``path``."""
-        for c in self._windowed:
-            gone = self._cycles[c].out_of_reach(num_tokens)
-            if any(node.pages[c] == 0 for column, node in enumerate(path) if column not in gone):
-                return False
-        return True
-
-    def _chain(self, sequence: Sequence, content: bytes) -> None:
-        """Publish the full pages at the front of ``content``; keep the rest as the tail."""
-        at = 0
-        for at in range(self._page_bytes, len(content) + 1, self._page_bytes):
-            page = content[at - self._page_bytes:at]
-            if sequence.late or not self._publish(sequence, sequence.num_chained, page):
-                sequence.late.append(page)
-            sequence.num_chained += 1
-        sequence.tail = content[at:]
-
-    def _publish(self, sequence: Sequence, column: int, content: bytes) -> bool:
-        """Put a private column into the tree below the sequence's last node; False where that cannot be."""
-        pages = [pages[column] for pages in sequence.pages]
-        if not any(pages):
-            return False
-        parent = sequence.last_node or self._tree.open_root(sequence.scope)
-        node = self._ledger.publish(parent, content, pages)
+    def _share(self, sequence: Sequence, c: int, node: Node | None) -> None:
+        """Hold the node's page as the next column; None: that column is out of reach."""
         if node is None:
-            return False
-        sequence.last_node = sequence.nodes[column] = node
-        return True
-
-    def _publish_late(self, sequence: Sequence) -> None:
-        """At release: give the tree what it lacks of the pages set aside, and the unfinished last page."""
-        column = sequence.num_chained - len(sequence.late)
-        for content in sequence.late:
-            if not self._publish(sequence, column, content):
-                parent = sequence.last_node or self._tree.root(sequence.scope)
-                found = None if parent is None else self._tree.child(parent, content)
-                if found is None:
-                    return
-                sequence.last_node = found
-            column += 1
-        if not self._partial_reuse or not sequence.tail or not all(pages[column] for pages in sequence.pages):
+            sequence.pages[c].append(0)
             return
-        parent = sequence.last_node or self._tree.root(sequence.scope)
-        if parent is None or self._tree.closest_child(parent, sequence.tail)[1] * TOKEN_BYTES < len(sequence.tail):
-            self._publish(sequence, column, sequence.tail)
-
-    def _let_go(self, sequence: Sequence, c: int, column: int) -> None:
-        """End the sequence's hold on one page: shared, it stays cached; private, it is free."""
-        page, node = sequence.pages[c][column], sequence.nodes[column]
-        if page == 0:
-            return
-        sequence.pages[c][column] = 0
-        if node is None:
-            self._ledger.pools[c].give(page)
+        if node.refs[c] and not self._cycles[c].whole_prefix:
+            sequence.borrowed[c].add(len(sequence.pages[c]))
         else:
-            self._ledger.unpin(node, c)
+            sequence.credit[c] += 1
+        node.resumed = True
+        self._ledger.pin(node, c)
+        sequence.pages[c].append(node.pages[c])
 
+    def _change(self, c: int, pages: list[int], told: int, copies: list[PageCopy]) -> PageChange:
+        """News of the columns from ``told``, those out of reach left out, and of ``copies``, for one life cycle."""
+        columns = np.arange(told, len(pages), dtype=np.int32)
+        numbers = np.array(pages[told:], np.int32)
+        if c in self._windowed:
+            columns, numbers = columns[numbers != TRASH_PAGE], numbers[numbers != TRASH_PAGE]
+        if not copies:
+            return PageChange(columns=columns, pages=numbers, copy_from=_NO_PAGES, copy_to=_NO_PAGES)
+        return PageChange(columns=columns, pages=numbers,
+                          copy_from=np.array([copy.sources[c] for copy in copies], np.int32),
+                          copy_to=np.array([copy.targets[c] for copy in copies], np.int32))
 
-def _content(tokens: npt.NDArray[np.int32]) -> bytes:
-    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    def _let_go(self, sequence: Sequence, c: int, column: int, *, passed: bool) -> None:
+        """End the sequence's hold on one page: shared, or lacking in the tree, it stays cached; else it is free."""
+        page, node = sequence.pages[c][column], sequence.nodes[column]
+        if page == TRASH_PAGE:
+            return
+        sequence.pages[c][column] = TRASH_PAGE
+        if column in sequence.borrowed[c]:
+            sequence.borrowed[c].remove(column)
+        else:
+            sequence.credit[c] -= 1
+        twin = sequence.twins.get(column)
+        if node is not None:
+            self._ledger.unpin(node, c, passed=passed)
+        elif twin is not None and twin.pages[c] == TRASH_PAGE and self._ledger.tree.holds(twin):
+            self._ledger.adopt(twin, c, page, passed=passed)
+        else:
+            self._ledger.pools[c].give(page)

@@ -24,12 +24,12 @@ class Node:
     """One cached page: the tokens after those of its parent, and where they lie.
 
     ``content`` is the page's token ids as little-endian int32 bytes: a full page, or fewer tokens in a leaf
-    left by a finished request. ``pages[c]`` is the page in life cycle c, 0 where it was dropped;
+    left by a finished request. ``pages[c]`` is the page in life cycle c, 0 where it was dropped or never came;
     ``refs[c]`` counts the requests holding it. What is in the tree is never written again.
     """
 
     __slots__ = ("children", "content", "key", "labels", "last_used", "num_copies", "pages", "parent", "refs",
-                 "scope")
+                 "resumed", "scope", "spent")
 
     def __init__(self, parent: Node | None, key: bytes, content: bytes, pages: list[int]) -> None:
         self.parent = parent
@@ -37,6 +37,10 @@ class Node:
         self.content = content
         self.pages = pages
         self.refs = [0] * len(pages)
+        self.spent = [False] * len(pages)
+        """Whether the page was let go by a request that had passed it, and none ever resumed there."""
+        self.resumed = False
+        """Whether a request started from a prefix that reaches the page."""
         self.num_copies = 0
         """Live requests that copied, or are to copy, from this page; it is evicted only where nothing else can be."""
         self.last_used = 0
@@ -139,7 +143,7 @@ class PrefixTree:
     def insert(self, parent: Node, content: bytes, pages: list[int]) -> Node | None:
         """Add a page below ``parent``, whose own page is full; None where it is already, or ``parent`` is gone."""
         key = chain_key(parent.key, content)
-        if self._lookup(parent, key, content) is not None or not self.holds(parent):
+        if not self.holds(parent) or self._lookup(parent, key, content) is not None:
             return None
         node = Node(parent, key, content, pages)
         at = bisect_left(parent.labels, content)
