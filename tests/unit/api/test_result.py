@@ -57,9 +57,18 @@ def test_log_probabilities_are_cut_with_their_tokens():
 
 def test_a_quiet_change_wakes_nobody_and_is_found_with_the_next():
     result = make()
-    result.update(lambda output: output.outputs[0].token_ids.append(1), quiet=True)
-    add(result, "b", 2, finished=True)
-    assert [o.outputs[0].token_ids_diff for o in result] == [[1, 2]]
+
+    async def main():
+        reader = result.__aiter__()
+        waiting = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        result.update(lambda output: output.outputs[0].token_ids.append(1), quiet=True)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        add(result, "b", 2, finished=True)
+        return (await waiting).outputs[0].token_ids_diff
+
+    assert asyncio.run(main()) == [1, 2]
 
 
 def test_each_reader_has_its_own_place():
