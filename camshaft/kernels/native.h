@@ -1,5 +1,6 @@
 /* What every family's cpu.c shares: the vector type of this machine and loads and stores that turn fp32,
- * bf16 and fp16 memory into fp32 lanes. All arithmetic is fp32; nothing here allocates or keeps state. */
+ * bf16, fp16 and (loads only) int8 memory into fp32 lanes. All arithmetic is fp32; nothing here allocates or keeps
+ * state. */
 #ifndef CAMSHAFT_NATIVE_H
 #define CAMSHAFT_NATIVE_H
 
@@ -21,6 +22,7 @@ typedef float vfloat __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vword __attribute__((vector_size(LANES * 4)));
 typedef int32_t vint __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vhalf __attribute__((vector_size(LANES * 2)));
+typedef int8_t vbyte __attribute__((vector_size(LANES)));
 
 /* Pins a value to a register: without it gcc loads an operand again for each use, and loads then bound a tile. */
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -38,9 +40,9 @@ typedef int32_t vquad_index __attribute__((vector_size(16)));
 #endif
 
 /* The codes that kernels/native.py passes for a tensor's dtype. */
-enum { KIND_F32 = 0, KIND_BF16 = 1, KIND_F16 = 2 };
+enum { KIND_F32 = 0, KIND_BF16 = 1, KIND_F16 = 2, KIND_I8 = 3 };
 
-INLINE long kind_bytes(int kind) { return kind == KIND_F32 ? 4 : 2; }
+INLINE long kind_bytes(int kind) { return kind == KIND_F32 ? 4 : kind == KIND_I8 ? 1 : 2; }
 
 INLINE const void *at(const void *base, long index, int kind) {
     return (const char *)base + index * kind_bytes(kind);
@@ -112,12 +114,27 @@ INLINE vhalf float_to_brain(vfloat value) {
     return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), vhalf);
 }
 
+INLINE vfloat byte_to_float(vbyte byte) {
+#if defined(__AVX512F__)
+    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)byte));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vfloat)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (long long)byte)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(byte, vint), vfloat);
+#endif
+}
+
 /* LANES values from unaligned memory of `kind`, as fp32. */
 INLINE vfloat load(const void *from, int kind) {
     if (kind == KIND_F32) {
         vfloat lanes;
         memcpy(&lanes, from, sizeof lanes);
         return lanes;
+    }
+    if (kind == KIND_I8) {
+        vbyte byte;
+        memcpy(&byte, from, sizeof byte);
+        return byte_to_float(byte);
     }
     vhalf half;
     memcpy(&half, from, sizeof half);

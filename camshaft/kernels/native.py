@@ -1,4 +1,4 @@
-"""Compiles every family's ``cpu.c`` into one shared library and loads it.
+"""Compiles every family's ``cpu*.c`` into one shared library and loads it.
 
 Owns the compiler's discovery, its flags and the library's file name. Where there is no compiler, or it
 fails, the answer is None with the reason logged: callers then use the torch implementations.
@@ -53,8 +53,8 @@ class _BuildError(Exception):
 
 
 def source_files() -> tuple[Path, ...]:
-    """Every family's ``cpu.c``, sorted."""
-    return tuple(sorted(_FOLDER.glob("*/cpu.c")))
+    """Every family's ``cpu*.c``, sorted."""
+    return tuple(sorted(_FOLDER.glob("*/cpu*.c")))
 
 
 def _all_sources() -> tuple[Path, ...]:

@@ -196,6 +196,35 @@ def test_a_row_of_linear_does_not_depend_on_its_batch(compiled, dtype, shape):
         assert torch.equal(linear(x[-tokens:], weight, bias), alone[-tokens:]), tokens
 
 
+def _int8_product(rows, depth):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randint(-127, 128, (rows, depth), generator=generator).to(torch.int8)
+    return weight, torch.rand(rows, generator=generator) / 127, torch.randn(rows, generator=generator)
+
+
+@pytest.mark.parametrize("name", ["linear_w8a16", "linear_w8a8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 100), (130, 576), (9, 33)])
+def test_a_row_of_an_int8_product_does_not_depend_on_its_batch(compiled, name, dtype, shape):
+    weight, scale, bias = _int8_product(*shape)
+    product, bias = bind(OPS.get(name), "native", compiled), bias.to(dtype)
+    x = torch.randn(140, shape[1], generator=torch.Generator().manual_seed(6)).to(dtype)
+    x[70] *= 1000
+    alone = torch.cat([product(x[i:i + 1], weight, scale, bias) for i in range(len(x))])
+    for tokens in (2, 3, 4, 5, 7, 8, 16, 33, 140):
+        assert torch.equal(product(x[:tokens], weight, scale, bias), alone[:tokens]), tokens
+        assert torch.equal(product(x[-tokens:], weight, scale, bias), alone[-tokens:]), tokens
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_narrow_weight_gives_the_bits_of_the_same_weight_in_fp32(compiled, narrow):
+    generator = torch.Generator().manual_seed(7)
+    weight, x = torch.randn(70, 100, generator=generator).to(narrow), torch.randn(40, 100, generator=generator)
+    linear = bind(OPS.get("linear"), "native", compiled)
+    for tokens in (1, 3, 4, 5, 40):
+        assert torch.equal(linear(x[:tokens], weight, None), linear(x[:tokens], weight.float(), None)), tokens
+
+
 def test_results_do_not_depend_on_the_number_of_threads(compiled):
     generator = torch.Generator().manual_seed(4)
     x, weight = torch.randn(50, 96, generator=generator), torch.randn(333, 96, generator=generator)
@@ -221,7 +250,9 @@ def test_linear_without_depth_is_its_bias(compiled):
 def test_non_finite_values_stay_visible(compiled, bad):
     x = torch.ones(2, 40)
     x[1, 35] = bad
-    for name, args in (("linear", (x, torch.ones(8, 40), None)), ("rms_norm", (x, torch.ones(40), 1e-5)),
+    int8 = (x, torch.ones(8, 40, dtype=torch.int8), torch.ones(8), None)
+    for name, args in (("linear", (x, torch.ones(8, 40), None)), ("linear_w8a16", int8), ("linear_w8a8", int8),
+                       ("rms_norm", (x, torch.ones(40), 1e-5)),
                        ("layer_norm", (x, torch.ones(40), None, 1e-5)), ("silu_mul", (x,)),
                        ("gelu_mul", (x, "none")), ("gelu_mul", (x, "tanh"))):
         found = bind(OPS.get(name), "native", compiled)(*args)

@@ -1,36 +1,38 @@
-/* y[T,N] = x[T,K] * weight[N,K]^T + bias[N], bound by how fast weights stream from memory.
+/* y[T,N] = x[T,K] * weight[N,K]^T (* scale[N]) + bias[N], bound by how fast weights stream from memory. Weights are
+ * of x's type or narrower: 16 bit, or int8 with a scale a row; all arithmetic is fp32.
  *
  * Every output is one accumulator of LANES partial sums walking k upwards, whatever T is: the result of a row
  * never depends on its neighbours in the batch. A chunk of work is a range of weight rows. For one
- * token (a few, where 16-bit weights are widened on the way), rows go by one at a time: a single linear stream
- * that the hardware prefetches. For more, ROWS x TOKENS tiles are held in registers, and while a block of rows
- * is used from the first-level cache the next one is fetched. */
+ * token, fp32 rows go by one at a time: a single linear stream that the hardware prefetches. Narrow ones go by four
+ * at a time, since one accumulator could not keep up with them. For more tokens, ROWS x TOKENS tiles are held in
+ * registers, and while a block of rows is used from the first-level cache the next one is fetched. */
 #include "native.h"
 #include "pool.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#define STREAM_TOKENS_F32 1
-#define STREAM_TOKENS_16 4
+#define STREAM_TOKENS 1
 #define ROWS 4
 #if LANES == 16
 #define TOKENS 4
 #else
 #define TOKENS 3
 #endif
+#define AHEAD_BYTES 4096
 #define TILE_BYTES (192 * 1024)
 #define MIN_PARALLEL_PRODUCTS 32768
 #define CHUNK_PRODUCTS 65536
 #define CHUNKS_A_THREAD 16  /* where x is read again for every chunk: few of them, yet enough to end together */
 #define WIDENING_BANDS 16   /* fewer would not pay for turning x into fp32 */
 
-/* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. bias may be null. */
+/* Strides are in elements, of rows; the last dimensions are contiguous, and so is y. bias and scale may be null. */
 typedef struct {
     const void *x, *weight, *bias;
+    const float *scale;
     void *y;
     long tokens, rows, depth, x_stride, weight_stride;
-    int kind, threads;
+    int kind, weight_kind, threads;
 } Product;
 
 /* Stores four outputs `step` elements apart in y, of which `count` exist. */
@@ -38,6 +40,7 @@ INLINE void finish(const Product *p, long token, long row, vquad values, int cou
     for (int i = 0; i < count; i++) {
         long t = along_rows ? token : token + i, r = along_rows ? row + i : row;
         float value = values[i];
+        if (p->scale) value *= p->scale[r];
         if (p->bias) value += load_one(at(p->bias, r, kind), kind);
         store_one(at_mut(p->y, t * p->rows + r, kind), value, kind);
     }
@@ -69,16 +72,17 @@ INLINE void finish(const Product *p, long token, long row, vquad values, int cou
 #define PART_W(r) load_part(at(weight, r * weight_stride + k, weight_kind), rest, weight_kind)
 #define NO_SUMS(r) vfloat s##r##0 = {0}, s##r##1 = {0}, s##r##2 = {0}, s##r##3 = {0}
 
-/* A tile of `rows` (1 or 4) x `tokens` (1 to 4) outputs over the whole depth. x is fp32. With `ahead`, as many values
+/* A tile of `rows` (1 or 4) x `tokens` (1 to 4) outputs over the whole depth. x is fp32. With `ahead`, as many bytes
  * from there on are fetched meanwhile: the next rows, as the one linear stream that four rows at once are not. */
 INLINE void tile(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
-                 long token, long row, int tokens, int rows, int weight_kind, int kind, const float *ahead) {
+                 long token, long row, int tokens, int rows, int weight_kind, int kind, const char *ahead) {
     NO_SUMS(0); NO_SUMS(1); NO_SUMS(2); NO_SUMS(3);
     long whole = p->depth / LANES * LANES, rest = p->depth - whole, k = 0;
+    long step = LANES * ROWS * kind_bytes(weight_kind);
     if (ahead) {
-        for (; k < whole; k += LANES) {
+        for (; k < whole; k += LANES, ahead += step) {
             STEP(WHOLE_X, WHOLE_W);
-            for (int i = 0; i < ROWS; i++) __builtin_prefetch(ahead + k * ROWS + i * LANES, 0, 2);
+            for (long i = 0; i < step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
         }
     } else for (; k < whole; k += LANES) STEP(WHOLE_X, WHOLE_W);
     if (rest) STEP(PART_X, PART_W);
@@ -95,7 +99,7 @@ INLINE void tile(const Product *p, const float *x, long x_stride, const void *we
 /* `rows` weight rows, in cache after their first use, times tokens [from, to), whose fp32 values start at x. */
 INLINE void band(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride,
                  long row, long from, long to, int rows, int weight_kind, int kind,
-                 const float *ahead) {
+                 const char *ahead) {
     int tokens = rows == 1 ? 4 : TOKENS;
     long t = from;
     for (; t + tokens <= to; t += tokens, x += tokens * x_stride, ahead = 0)
@@ -107,21 +111,35 @@ INLINE void band(const Product *p, const float *x, long x_stride, const void *we
     }
 }
 
-/* Rows [first, last), one at a time, times tokens [from, to). Each of these is compiled once; all else calls them. */
-#define STREAM(NAME, WEIGHT_KIND) \
+/* Each of these is compiled once; all else calls them. */
+#define BANDS(NAME, ROWS_AT_ONCE, WEIGHT_KIND) \
     static __attribute__((noinline)) void NAME(const Product *p, const float *x, long x_stride, const void *weight, \
-                                               long weight_stride, long first, long last, long from, long to) { \
-        for (long n = first; n < last; n++) \
-            band(p, x, x_stride, at(weight, (n - first) * weight_stride, WEIGHT_KIND), weight_stride, n, from, to, 1, \
-                 WEIGHT_KIND, p->kind, 0); \
+                                               long weight_stride, long row, long from, long to, const char *ahead) { \
+        band(p, x, x_stride, weight, weight_stride, row, from, to, ROWS_AT_ONCE, WEIGHT_KIND, p->kind, ahead); \
     }
-STREAM(stream_f32, KIND_F32)
-STREAM(stream_bf16, KIND_BF16)
-STREAM(stream_f16, KIND_F16)
+BANDS(one_f32, 1, KIND_F32)
+BANDS(one_bf16, 1, KIND_BF16)
+BANDS(one_f16, 1, KIND_F16)
+BANDS(one_i8, 1, KIND_I8)
+BANDS(four_f32, ROWS, KIND_F32)
+BANDS(four_bf16, ROWS, KIND_BF16)
+BANDS(four_f16, ROWS, KIND_F16)
+BANDS(four_i8, ROWS, KIND_I8)
 
-static __attribute__((noinline)) void four_rows(const Product *p, const float *x, long x_stride, const float *weight,
-                                                long weight_stride, long row, long from, long to, const float *ahead) {
-    band(p, x, x_stride, weight, weight_stride, row, from, to, ROWS, KIND_F32, p->kind, ahead);
+typedef void bands(const Product *p, const float *x, long x_stride, const void *weight, long weight_stride, long row,
+                   long from, long to, const char *ahead);
+static bands *const ONE[] = {one_f32, one_bf16, one_f16, one_i8};
+static bands *const FOUR[] = {four_f32, four_bf16, four_f16, four_i8};
+
+/* Rows [first, last), each read once, times all tokens, whose fp32 values start at x. */
+static void stream(const Product *p, const float *x, long x_stride, long first, long last) {
+    int kind = p->weight_kind;
+    long n = first, stride = p->weight_stride * kind_bytes(kind);
+    const char *weight = (const char *)p->weight + first * stride;
+    if (kind != KIND_F32)
+        for (; n + ROWS <= last; n += ROWS, weight += ROWS * stride)
+            FOUR[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, weight + AHEAD_BYTES);
+    for (; n < last; n++, weight += stride) ONE[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, 0);
 }
 
 static void widen(float *to, const void *from, long rows, long depth, long stride, int kind) {
@@ -133,51 +151,51 @@ static void widen(float *to, const void *from, long rows, long depth, long strid
     }
 }
 
+/* `scratch` holds room for a block of tokens where x is not fp32, then for ROWS weight rows where those are not. */
 static void tiled(const Product *p, float *scratch, long block, long first, long last) {
-    float *weight_scratch = scratch ? scratch + block * p->depth : 0;
+    int widen_x = p->kind != KIND_F32, widen_weight = p->weight_kind != KIND_F32;
+    float *weight_scratch = widen_x ? scratch + block * p->depth : scratch;
     for (long from = 0; from < p->tokens; from += block) {
         long to = from + block < p->tokens ? from + block : p->tokens;
         const float *x = at(p->x, from * p->x_stride, p->kind);
         long x_stride = p->x_stride;
-        if (scratch) {
+        if (widen_x) {
             widen(scratch, x, to - from, p->depth, x_stride, p->kind);
             x = scratch, x_stride = p->depth;
         }
         for (long n = first; n < last; n += ROWS) {
             long rows = last - n < ROWS ? last - n : ROWS, stride = p->weight_stride;
-            const float *weight = at(p->weight, n * stride, p->kind);
-            if (scratch) {
-                widen(weight_scratch, weight, rows, p->depth, stride, p->kind);
+            const float *weight = at(p->weight, n * stride, p->weight_kind);
+            if (widen_weight) {
+                widen(weight_scratch, weight, rows, p->depth, stride, p->weight_kind);
                 weight = weight_scratch, stride = p->depth;
             }
             if (rows == ROWS)
-                four_rows(p, x, x_stride, weight, stride, n, from, to, scratch ? 0 : weight + ROWS * stride);
-            else stream_f32(p, x, x_stride, weight, stride, n, n + rows, from, to);
+                four_f32(p, x, x_stride, weight, stride, n, from, to,
+                         widen_weight ? 0 : (const char *)(weight + ROWS * stride));
+            else for (long r = 0; r < rows; r++, weight += stride)
+                one_f32(p, x, x_stride, weight, stride, n + r, from, to, 0);
         }
     }
 }
 
 static int share(const Product *p, long first, long last) {
     if (first >= last) return 0;
-    const void *weight = at(p->weight, first * p->weight_stride, p->kind);
-    if (p->kind == KIND_F32 && p->tokens <= STREAM_TOKENS_F32) {
-        stream_f32(p, p->x, p->x_stride, weight, p->weight_stride, first, last, 0, p->tokens);
-        return 0;
-    }
+    int widen_x = p->kind != KIND_F32, widen_weight = p->weight_kind != KIND_F32;
+    int streams = p->tokens <= (widen_weight ? TOKENS : STREAM_TOKENS);
     long block = TILE_BYTES / 4 / (p->depth + 1) / TOKENS * TOKENS;
     if (block < 4 * TOKENS) block = 4 * TOKENS;
     if (block > p->tokens) block = p->tokens;
     float *scratch = 0;
-    if (p->kind != KIND_F32) {
+    if (widen_x || (widen_weight && !streams)) {
         scratch = malloc((size_t)((block + ROWS) * p->depth + 1) * sizeof *scratch);
         if (!scratch) return 1;
     }
-    if (!scratch || p->tokens > STREAM_TOKENS_16) tiled(p, scratch, block, first, last);
-    else {
+    if (!streams) tiled(p, scratch, block, first, last);
+    else if (widen_x) {
         widen(scratch, p->x, p->tokens, p->depth, p->x_stride, p->kind);
-        (p->kind == KIND_BF16 ? stream_bf16 : stream_f16)(p, scratch, p->depth, weight, p->weight_stride, first, last,
-                                                          0, p->tokens);
-    }
+        stream(p, scratch, p->depth, first, last);
+    } else stream(p, p->x, p->x_stride, first, last);
     free(scratch);
     return 0;
 }
@@ -200,7 +218,7 @@ int camshaft_linear(const Product *p) {
     Job job = {p, 0};
     long products = p->tokens * p->depth * ROWS, bands = (p->rows + ROWS - 1) / ROWS;
     long grain = pool_grain(CHUNK_PRODUCTS, products);
-    if (p->tokens > STREAM_TOKENS_F32 && grain < bands / (CHUNKS_A_THREAD * p->threads))
+    if (p->tokens > STREAM_TOKENS && grain < bands / (CHUNKS_A_THREAD * p->threads))
         grain = bands / (CHUNKS_A_THREAD * p->threads);
     if (p->kind != KIND_F32 && grain < WIDENING_BANDS) grain = WIDENING_BANDS;
     pool_run(bands, grain, bands * products > MIN_PARALLEL_PRODUCTS ? p->threads : 1, some_bands, &job);

@@ -1,43 +1,132 @@
-"""Contract of ``linear``, in readable torch."""
+"""Contracts of the products, in readable torch: ``linear`` and its forms with 8-bit weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from camshaft.kernels.op import OpSpec, Sample, Tolerance, define_op
 
+INT8_MAX = 127
+"""Largest magnitude in use: without -128 the range is symmetric, and two products of two add up within 16 bits."""
+SMALLEST_PEAK = 1e-30
+"""A row whose largest magnitude is below this becomes zeros: its scale's inverse would not be finite."""
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N] contiguous, in x's dtype."""
-    return torch.nn.functional.linear(x, weight, bias)
+    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N] contiguous, in x's dtype.
+
+    The weight may be of a narrower type than x: its values are widened.
+    """
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def linear_w8a16(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+                 bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] times ``weight * scale[:, None]`` transposed, plus bias [N] -> [T, N] contiguous, in x's dtype.
+
+    weight [N, K] is int8, scale [N] float32: one an output channel.
+    """
+    arithmetic = torch.promote_types(x.dtype, torch.float32)
+    product = x.to(arithmetic) @ weight.to(arithmetic).t() * scale.to(arithmetic)
+    return (product if bias is None else product + bias.to(arithmetic)).to(x.dtype)
+
+
+def linear_w8a8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As ``linear_w8a16``, with every row of x rounded to int8 on the way; see :func:`quantise_rows`.
+
+    The integer product is exact; a row's result depends on its own row alone.
+    """
+    arithmetic = torch.promote_types(x.dtype, torch.float32)
+    quantised, x_scale = quantise_rows(x.to(torch.float32))
+    product = quantised.to(arithmetic) @ weight.to(arithmetic).t() * (x_scale.to(arithmetic) * scale.to(arithmetic))
+    return (product if bias is None else product + bias.to(arithmetic)).to(x.dtype)
+
+
+def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers of magnitude up to 127 (fp32) [R, K], and the fp32 scale [R, 1] that gives back about ``rows``.
+
+    Symmetric: a row's largest magnitude becomes 127, halves round to even. A NaN or infinity makes its whole row's
+    scale non-finite.
+    """
+    if rows.shape[1] == 0:
+        return rows, rows.new_ones((rows.shape[0], 1))
+    peak = rows.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST_PEAK)
+    # a number divided by a tensor is rounded twice in torch: by way of the tensor's reciprocal
+    return (rows * (torch.full_like(peak, INT8_MAX) / peak)).round(), peak / INT8_MAX
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
-    """(T, N, K): none, one, the sizes around register tiles and vectors, many; then strided rows and an outlier."""
+def _fake_scaled(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+                 bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
+
+_Draw = Callable[..., torch.Tensor]
+_Shapes = Iterable[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+def _cases(draw_x: _Draw, draw_weight: _Draw) -> _Shapes:
+    """(name, x, weight, bias): none, one, the sizes around register tiles and vectors, many; strides; an outlier."""
+    for tokens, rows, depth in ((0, 8, 16), (1, 1, 1), (1, 64, 48), (2, 5, 17), (3, 7, 33), (4, 9, 64), (5, 4, 15),
+                                (7, 13, 100), (8, 257, 31), (17, 66, 576), (65, 130, 70), (100, 12, 1536)):
+        x, weight = draw_x(tokens, depth), draw_weight(rows, depth)
+        yield f"{tokens}x{rows}x{depth}", x, weight, None
+        yield f"{tokens}x{rows}x{depth}_bias", x, weight, draw_x(rows)
+    yield "strided_rows", draw_x(6, 80)[:, 16:64], draw_weight(10, 48), None
+    yield "every_second_row", draw_x(6, 48)[::2], draw_weight(20, 48)[::2], None
+    yield "column_major", draw_x(48, 6).t(), draw_weight(48, 10).t(), None
+    loud = draw_x(9, 64)
+    loud[4] *= 1000
+    yield "outlier_neighbour", loud, draw_weight(12, 64), None
+
+
+def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    for tokens, rows, depth in ((0, 8, 16), (1, 1, 1), (1, 64, 48), (2, 5, 17), (3, 7, 33), (4, 9, 64), (5, 4, 15),
-                                (7, 13, 100), (8, 257, 31), (17, 66, 576), (65, 130, 70), (100, 12, 1536)):
-        x, weight = draw(tokens, depth), draw(rows, depth)
-        yield Sample(f"{tokens}x{rows}x{depth}", (x, weight, None))
-        yield Sample(f"{tokens}x{rows}x{depth}_bias", (x, weight, draw(rows)))
-    yield Sample("strided_rows", (draw(6, 80)[:, 16:64], draw(10, 48), None))
-    yield Sample("every_second_row", (draw(6, 48)[::2], draw(20, 48)[::2], None))
-    yield Sample("column_major", (draw(48, 6).t(), draw(48, 10).t(), None))
-    loud = draw(9, 64)
-    loud[4] *= 1000
-    yield Sample("outlier_neighbour", (loud, draw(12, 64), None))
+    for name, x, weight, bias in _cases(draw, draw):
+        yield Sample(name, (x, weight, bias))
+    for narrow in (torch.bfloat16, torch.float16) if dtype is torch.float32 else ():
+        for name, x, weight, bias in _cases(draw, lambda *shape, kind=narrow: draw(*shape).to(kind)):
+            yield Sample(f"{name}_{str(narrow).removeprefix('torch.')}_weight", (x, weight, bias))
+
+
+def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def draw_weight(*shape: int) -> torch.Tensor:
+        return torch.randint(-INT8_MAX, INT8_MAX + 1, shape, generator=generator).to(device, torch.int8)
+
+    def draw_scale(rows: int) -> torch.Tensor:
+        return (torch.rand(rows, generator=generator) + 0.1).to(device) / INT8_MAX
+
+    for name, x, weight, bias in _cases(draw, draw_weight):
+        yield Sample(name, (x, weight, draw_scale(weight.shape[0]), bias))
+    extreme = torch.full((6, 77), float(INT8_MAX), device=device, dtype=dtype)
+    extreme[1::2] *= -1
+    for sign in (1, -1):
+        weight = torch.full((5, 77), sign * INT8_MAX, device=device, dtype=torch.int8)
+        yield Sample(f"all_{sign * INT8_MAX}", (extreme, weight, draw_scale(5), None))
+    silent = draw(3, 64)
+    silent[1] = 0
+    yield Sample("zero_row", (silent, draw_weight(6, 64), draw_scale(6), draw(6)))
 
 
 linear_op = define_op(OpSpec(
     name="linear", schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference=linear, fake=_fake, samples=_samples, tolerance=Tolerance(float32=2e-6),
+))
+linear_w8a16_op = define_op(OpSpec(
+    name="linear_w8a16", schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    reference=linear_w8a16, fake=_fake_scaled, samples=_scaled_samples, tolerance=Tolerance(float32=2e-6),
+))
+linear_w8a8_op = define_op(OpSpec(
+    name="linear_w8a8", schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    reference=linear_w8a8, fake=_fake_scaled, samples=_scaled_samples, tolerance=Tolerance(float32=2e-6),
 ))
