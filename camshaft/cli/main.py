@@ -13,6 +13,7 @@ import typer
 
 import camshaft
 from camshaft.cli.build import build
+from camshaft.cli.chat import chat
 from camshaft.cli.inspect import inspect
 from camshaft.cli.options import GroupedCommand, GroupWithEnvironment
 from camshaft.cli.replay import replay
@@ -26,6 +27,7 @@ app = typer.Typer(name="camshaft", no_args_is_help=True, add_completion=False, p
                   rich_markup_mode=None, cls=GroupWithEnvironment,
                   help="Run large language models: build once, run optimised, schedule dynamically.")
 app.command(cls=GroupedCommand)(run)
+app.command(cls=GroupedCommand)(chat)
 app.command(cls=GroupedCommand)(build)
 app.command(cls=GroupedCommand)(inspect)
 app.command(cls=GroupedCommand)(replay)
