@@ -13,6 +13,8 @@ import numpy as np
 from camshaft.core.errors import CheckpointError
 from camshaft.models.config_fields import MAX_SIZE
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 class Metadata:
     """The entries of a file whose names start with ``prefix``, which callers leave out."""
@@ -65,7 +67,6 @@ class Metadata:
     def real(self, key: str, default: float | None = None) -> float:
         """A finite positive number; float32 values as the decimals they were made from (1e-5, not 9.99999974e-06)."""
         found = self.get(key, default)
-        limits = np.finfo(np.float32)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not limits.tiny <= found <= limits.max:
+        if not isinstance(found, int | float) or isinstance(found, bool) or not _SMALLEST <= found <= _LARGEST:
             raise self.refuse(key, "a positive number")
         return float(str(np.float32(found)))

@@ -14,16 +14,9 @@ from camshaft.core.errors import CheckpointError
 from camshaft.frontend.gguf import GgufCheckpoint
 from camshaft.frontend.gguf_names import generation_defaults
 from camshaft.frontend.gguf_rope import llama3_factors
+from tests.unit.frontend.gguf_files import Types, gguf, interleaved
 
-gguf = pytest.importorskip("gguf")
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 40
-Types = gguf.GGMLQuantizationType
-
-
-def interleaved(weight, num_heads):
-    """A rotary weight as llama.cpp stores it: the two elements that rotate together side by side."""
-    rows = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-    return rows.swapaxes(1, 2).reshape(weight.shape)
 
 
 def tiny_tensors(seed=0, tied=False):

@@ -176,6 +176,30 @@ def test_text_after_a_special_token_gets_its_own_leading_space(sentencepiece_mod
     assert found == [1, *sentencepiece_model.encode("fox"), 2, *sentencepiece_model.encode("dog")]
 
 
+def test_runs_of_spaces_among_user_defined_tokens(sentencepiece_model):
+    """Gemma's files hold them with plain spaces. Text is cut as by its own tokenizer.json: a literal sign is a space,
+    too, and the longest runs are made first, whatever their scores.
+    """
+    plain = sentencepiece_metadata(sentencepiece_model, **{"tokenizer.ggml.add_space_prefix": False})
+    runs = [" " * length for length in (2, 3, 4) if SPACE * length not in plain["tokenizer.ggml.tokens"]]
+    assert len(runs) >= 2
+    metadata = {**plain, "tokenizer.ggml.tokens": [*plain["tokenizer.ggml.tokens"], *runs],
+                "tokenizer.ggml.scores": np.append(plain["tokenizer.ggml.scores"], [-1000.0] * len(runs)),
+                "tokenizer.ggml.token_type": np.append(plain["tokenizer.ggml.token_type"], [4] * len(runs))}
+    tokenizer = load(rebuild_tokenizer(metadata))
+    for text, cut in (("x   y", ["x", SPACE * 3, "y"]), (f"x {SPACE} y", ["x", SPACE * 3, "y"]),
+                      ("x      y", ["x", SPACE * 4, SPACE * 2, "y"])):
+        found = tokenizer.encode(text, add_special_tokens=False)
+        assert found.tokens == cut
+        assert tokenizer.decode(found.ids) == text.replace(SPACE, " ")
+
+
+def test_qwen_composes_characters_first():
+    """Its tokenizer.json says NFC; a GGUF file says only which splitting rule it has."""
+    for pre, expected in (("qwen2", 2), ("gpt-2", 3)):
+        assert len(load(rebuild_tokenizer(byte_level_metadata(pre))).encode("e\u0301").ids) == expected
+
+
 def test_no_tokenizer_in_the_file():
     assert rebuild_tokenizer({}) == {}
     assert rebuild_tokenizer({"tokenizer.ggml.model": "no_vocab"}) == {}
