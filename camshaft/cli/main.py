@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import camshaft
+from camshaft.cli.bench import bench
 from camshaft.cli.build import build
 from camshaft.cli.chat import chat
 from camshaft.cli.inspect import inspect
@@ -31,6 +32,7 @@ app.command(cls=GroupedCommand)(chat)
 app.command(cls=GroupedCommand)(build)
 app.command(cls=GroupedCommand)(inspect)
 app.command(cls=GroupedCommand)(replay)
+app.add_typer(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""What ``camshaft bench`` measures: workloads, running them, reports, comparisons."""
