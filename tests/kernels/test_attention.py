@@ -57,12 +57,12 @@ def tensors(length, heads, kv_heads, dim, seed=0):
     return tuple(torch.randn(length, count, dim, generator=generator) for count in (heads, kv_heads, kv_heads))
 
 
-def run_rows(paged, rows, pool, table, *, scale=0.125, window=None, softcap=None):
+def run_rows(paged, rows, pool, table, *, scale=0.125, window=None, softcap=None, sinks=0):
     """One step over ``rows`` of (q, cached tokens after the step), all of the same cache."""
     starts = torch.tensor([0, *(len(q) for q, _ in rows)]).cumsum(0).int()
     lens = torch.tensor([length for _, length in rows], dtype=torch.int32)
     return paged(torch.cat([q for q, _ in rows]), pool, table.expand(len(rows), -1).contiguous(), starts, lens, scale,
-                 window, softcap)
+                 window, softcap, sinks)
 
 
 def test_attention_is_causal_softmax_attention():
@@ -85,17 +85,36 @@ def test_attention_survives_export_as_one_node():
     assert calls[0].args[3] == 3
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 4, 5, 40])
 @pytest.mark.parametrize("window", [1, 6, 7, 8, 100])
-def test_a_window_of_w_sees_exactly_the_last_w_tokens(paged, window):
+def test_a_window_of_w_sees_exactly_the_last_w_tokens_and_the_sinks(paged, window, sinks):
     """Values name their position, scores are all equal: the output is the mean of the visible positions."""
     length = 30
     k, v = torch.zeros(length, 1, 8), torch.arange(float(length)).reshape(-1, 1, 1).expand(-1, -1, 8).contiguous()
     pool, table = cache_of(k, v, page_size=4)
-    out = run_rows(paged, [(torch.ones(length, 2, 8), length)], pool, table, window=window)
-    wanted = torch.tensor([sum(range(max(0, i - window + 1), i + 1)) / min(i + 1, window) for i in range(length)])
+    out = run_rows(paged, [(torch.ones(length, 2, 8), length)], pool, table, window=window, sinks=sinks)
+    visible = [[j for j in range(i + 1) if j > i - window or j < sinks] for i in range(length)]
+    wanted = torch.tensor([sum(positions) / len(positions) for positions in visible])
     torch.testing.assert_close(out, wanted.reshape(-1, 1, 1).expand_as(out).contiguous())
-    pure = attention(torch.ones(length, 2, 8), k, v, 0, 0.125, window, None, 0)
+    pure = attention(torch.ones(length, 2, 8), k, v, 0, 0.125, window, None, sinks)
     torch.testing.assert_close(pure, out)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(5, 0), (9, 3), (70, 66)])
+def test_pages_out_of_reach_are_not_read(paged, window, sinks):
+    """They are NaN, or named as page 0, which is NaN."""
+    length = 200
+    q, k, v = tensors(length, 4, 2, 16)
+    pool, table = cache_of(k, v, page_size=4)
+    wanted = attention(q, k, v, 0, 0.125, window, None, sinks)
+    for first in (199, 150, 80):
+        seen = [column for column in range(len(table)) if column * 4 < sinks or column * 4 + 3 > first - window]
+        rest = torch.tensor([column not in seen for column in range(len(table))])
+        poisoned = pool.clone()
+        poisoned[table[rest].long()] = math.nan
+        for names in (table, table.masked_fill(rest, 0)):
+            out = run_rows(paged, [(q[first:], length)], poisoned, names, window=window, sinks=sinks)
+            torch.testing.assert_close(out, wanted[first:], rtol=2e-5, atol=2e-6)
 
 
 def test_softcap_bounds_the_scores(paged):
@@ -117,14 +136,15 @@ def test_paged_equals_dense(paged, page_size, length):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (1, 1, 20), (9, 3, 64), (70, 1, 16)])
-@pytest.mark.parametrize("window", [None, 50])
-def test_native_bits_do_not_depend_on_the_chunk(native, heads, kv_heads, dim, window):
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (50, 0), (50, 70)])
+def test_native_bits_do_not_depend_on_the_chunk(native, heads, kv_heads, dim, window, sinks):
     length = 200
     q, k, v = tensors(length, heads, kv_heads, dim)
     pool, table = cache_of(k, v, 16)
-    whole = run_rows(native, [(q, length)], pool, table, window=window)
+    options = {"window": window, "sinks": sinks}
+    whole = run_rows(native, [(q, length)], pool, table, **options)
     for chunk in (1, 7, 16, 129):
-        steps = [run_rows(native, [(q[i:i + chunk], min(i + chunk, length))], pool, table, window=window)
+        steps = [run_rows(native, [(q[i:i + chunk], min(i + chunk, length))], pool, table, **options)
                  for i in range(0, length, chunk)]
         assert torch.equal(torch.cat(steps), whole), f"chunks of {chunk}"
 

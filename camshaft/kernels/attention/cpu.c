@@ -4,7 +4,8 @@
  * (one KV head's group of query heads x a few tokens) the partial result is its score maximum, the sum of
  * its weights and the weighted sum of its values; partials are merged in block order. A query's arithmetic
  * is therefore the same whatever its chunk, its neighbours and the number of threads: the work may be split
- * anywhere between blocks. */
+ * anywhere between blocks. Sinks before a query's window are blocks of their own, ahead of the others: nothing
+ * between sinks and window is read. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -32,15 +33,18 @@ typedef struct {
     const void *pool;
     const int32_t *table, *starts, *lens;
     long q_token, q_head, table_row;
-    long rows, tokens, heads, kv_heads, page, dim, window;
+    long rows, tokens, heads, kv_heads, page, dim, window, sinks;
     float scale, softcap; /* no cap: 0 */
     int q_kind, pool_kind, threads;
 } job;
 
-/* Some queries of one row: tokens [first, first + count) of the packed step, the first at `position`. */
+/* Some queries of one row: tokens [first, first + count) of the packed step, the first at `position`. Sinks up to
+ * `sink_to` lie before the last one's window; they make up the first `sink_blocks` blocks. */
 typedef struct {
-    long row, first, count, position, block_from, block_to;
+    long row, first, count, position, block_from, block_to, sink_to, sink_blocks;
 } queries;
+
+static long blocks_of(const queries *u) { return u->sink_blocks + u->block_to - u->block_from; }
 
 /* A softmax in progress for up to `m` query rows: values[m][padded], top[m], mass[m]. */
 typedef struct {
@@ -265,16 +269,19 @@ static void weigh(float *scores, long begin, long end, long from, long to, float
     *mass = lane_sum(sum);
 }
 
-/* The partial of queries `u` (loaded in s->q) over block `b` for one KV head. */
-static void attend_block(const job *j, scratch *s, const queries *u, long head, long b, partial into) {
-    long group = j->heads / j->kv_heads, m = u->count * group, base = b * BLOCK, wide = padded(j->dim);
-    long from = larger(base, u->position - j->window + 1), to = smaller(base + BLOCK, u->position + u->count);
+/* The partial of queries `u` (loaded in s->q) over their block `index` for one KV head. */
+static void attend_block(const job *j, scratch *s, const queries *u, long head, long index, partial into) {
+    int sink = index < u->sink_blocks;
+    long base = (sink ? index : u->block_from + index - u->sink_blocks) * BLOCK;
+    long group = j->heads / j->kv_heads, m = u->count * group, wide = padded(j->dim);
+    long from = sink ? base : larger(base, u->position - j->window + 1);
+    long to = smaller(base + BLOCK, sink ? u->sink_to : u->position + u->count);
     gather(j, s, u->row, head, base, from, to);
     long begin = (from - base) / LANES * LANES, end = (to - base + LANES - 1) / LANES * LANES;
     product(s->q, wide, s->keys + begin, BLOCK, j->dim, s->scores + begin, BLOCK, 0, m, end - begin);
     for (long i = 0; i < m; i++) {
-        long position = u->position + i / group;
-        long first = larger(from, position - j->window + 1) - base, last = smaller(to, position + 1) - base;
+        long position = u->position + i / group, lowest = position - j->window + 1;
+        long first = (sink ? from : larger(from, lowest)) - base, last = smaller(to, sink ? lowest : position + 1) - base;
         weigh(s->scores + i * BLOCK, begin, end, first, last, j->softcap, into.top + i, into.mass + i);
     }
     long whole = values_in_place(j) ? j->page : BLOCK;
@@ -350,10 +357,12 @@ static void cut(step *s) {
     for (long row = 0; row < j->rows; row++) {
         long end = j->starts[row + 1], before = j->lens[row] - end;
         for (long first = j->starts[row]; first < end; first += tokens) {
-            queries u = {row, first, smaller(tokens, end - first), before + first, 0, 0};
+            queries u = {row, first, smaller(tokens, end - first), before + first, 0, 0, 0, 0};
             u.block_from = larger(0, u.position - j->window + 1) / BLOCK;
             u.block_to = (u.position + u.count + BLOCK - 1) / BLOCK;
-            s->blocks += u.block_to - u.block_from;
+            u.sink_to = larger(0, smaller(j->sinks, u.position + u.count - j->window));
+            u.sink_blocks = (u.sink_to + BLOCK - 1) / BLOCK;
+            s->blocks += blocks_of(&u);
             s->m = larger(s->m, u.count * group);
             if (s->units) s->units[s->count] = u;
             s->count++;
@@ -375,7 +384,7 @@ static void whole(void *context, long first, long last, int seat) {
         long head = index % j->kv_heads, rows = u->count * (j->heads / j->kv_heads);
         load_queries(j, &space, u, head);
         start(space.total, rows, j->dim);
-        for (long b = u->block_from; b < u->block_to; b++) {
+        for (long b = 0; b < blocks_of(u); b++) {
             attend_block(j, &space, u, head, b, space.block);
             merge(space.total, space.block, rows, j->dim);
         }
@@ -392,10 +401,10 @@ static void split(void *context, long first, long last, int seat) {
     for (long task = first; task < last; task++) {
         long head = task / s->blocks, block = task % s->blocks;
         const queries *u = s->units;
-        for (; block >= u->block_to - u->block_from; u++) block -= u->block_to - u->block_from;
+        for (; block >= blocks_of(u); u++) block -= blocks_of(u);
         if (task == first || block == 0 || loaded != u) load_queries(j, &space, u, head);
         loaded = u;
-        attend_block(j, &space, u, head, u->block_from + block,
+        attend_block(j, &space, u, head, block,
                      partial_at(s->kept + task * partial_floats(s->m, j->dim), s->m, j->dim));
     }
 }
@@ -407,9 +416,9 @@ static void join(void *context, long first, long last, int seat) {
     for (long index = first; index < last; index++) {
         const queries *u = s->units + index % s->count;
         long head = index / s->count, rows = u->count * (j->heads / j->kv_heads), task = head * s->blocks;
-        for (const queries *before = s->units; before < u; before++) task += before->block_to - before->block_from;
+        for (const queries *before = s->units; before < u; before++) task += blocks_of(before);
         start(space.total, rows, j->dim);
-        for (long b = u->block_from; b < u->block_to; b++, task++)
+        for (long b = 0; b < blocks_of(u); b++, task++)
             merge(space.total, partial_at(s->kept + task * partial_floats(s->m, j->dim), s->m, j->dim), rows, j->dim);
         finish(j, u, head, space.total);
     }

@@ -23,8 +23,6 @@ def _supports(call: OpCall) -> str | None:
     for name, tensor in (("q", q), ("kv_pool", kv_pool)):
         if isinstance(tensor, TensorInfo) and tensor.dtype not in KINDS:
             return f"{name} is {tensor.dtype}, not one of {', '.join(map(str, KINDS))}"
-    if call.args[-1] != 0:
-        return "attention sinks are not computed here yet"
     for name, tensor in (("page_table", page_table), ("query_start", query_start), ("seq_lens", seq_lens)):
         if isinstance(tensor, TensorInfo) and tensor.dtype != torch.int32:
             return f"{name} is {tensor.dtype}, not int32"
@@ -34,7 +32,7 @@ def _supports(call: OpCall) -> str | None:
 @paged_attention_op.impl("native", device="cpu", native=True, supports=_supports, rank=10)
 def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """Bind ``camshaft_paged_attention``. The result raises MemoryError where scratch memory cannot be had."""
-    run, pack = entry(library, "camshaft_paged_attention", "PPPPPPllllllllllffiii")
+    run, pack = entry(library, "camshaft_paged_attention", "PPPPPPlllllllllllffiii")
     kinds, empty, num_threads = KINDS, torch.empty, torch.get_num_threads
 
     def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Tensor, query_start: torch.Tensor,
@@ -49,8 +47,8 @@ def native_paged_attention(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
         _, _, kv_heads, page_size, _ = kv_pool.shape
         if run(pack(q.data_ptr(), out.data_ptr(), kv_pool.data_ptr(), page_table.data_ptr(), query_start.data_ptr(),
                     seq_lens.data_ptr(), token_stride, head_stride, page_table.stride(0), seq_lens.shape[0], tokens,
-                    heads, kv_heads, page_size, dim, _NO_WINDOW if window is None else window, scale, softcap or 0.0,
-                    kinds[q.dtype], kinds[kv_pool.dtype], num_threads())):
+                    heads, kv_heads, page_size, dim, _NO_WINDOW if window is None else window, sinks, scale,
+                    softcap or 0.0, kinds[q.dtype], kinds[kv_pool.dtype], num_threads())):
             raise MemoryError("paged_attention: no memory for scratch space")
         return out
 
@@ -70,11 +68,21 @@ def paged_attention_by_rows(q: torch.Tensor, kv_pool: torch.Tensor, page_table: 
             continue
         first = length - (stop - start)
         lowest = 0 if window is None else max(0, first - window + 1)
-        column = lowest // page_size
-        pages = page_table[row, column:-(-length // page_size)].long()
-        cached = kv_pool[pages].permute(1, 0, 3, 2, 4).flatten(1, 2)
-        keys, values = cached[:, lowest - column * page_size:length - column * page_size]
-        key, query = torch.arange(lowest, length), torch.arange(first, length)[:, None]
-        visible = key <= query if window is None else (key <= query) & (key > query - window)
+        spans = [(lowest, length)] if lowest == 0 or sinks == 0 else [(0, min(sinks, lowest)), (lowest, length)]
+        parts = [_span(kv_pool, page_table[row], page_size, span) for span in spans]
+        keys, values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        key = torch.cat([torch.arange(*span) for span in spans])
+        query = torch.arange(first, length)[:, None]
+        visible = key <= query
+        if window is not None:
+            visible &= (key > query - window) | (key < sinks)
         out[start:stop] = attend(q[start:stop], keys, values, visible, scale, softcap)
     return out
+
+
+def _span(kv_pool: torch.Tensor, table: torch.Tensor, page_size: int, span: tuple[int, int]) -> torch.Tensor:
+    """Keys and values [2, n, Hkv, D] of the positions of ``span``."""
+    start, stop = span
+    column = start // page_size
+    cached = kv_pool[table[column:-(-stop // page_size)].long()].permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return cached[:, start - column * page_size:stop - column * page_size]

@@ -54,14 +54,15 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
 
     Row r has ``seq_lens[r]`` tokens cached, the i-th in page ``page_table[r, i // page]``; its queries are
     ``q[query_start[r]:query_start[r + 1]]`` (perhaps none) and belong to its last positions. Nothing outside
-    the tokens a row can see influences the result: not NaN in unused slots, nor the page table beyond them.
+    the tokens a row can see influences the result: not NaN in unused slots, nor page-table columns of none of them,
+    which may hold the trash page 0 or a page that another row writes by now. Window and ``sinks`` as in ``attention``.
     page_table [R, C], query_start [R + 1] and seq_lens [R] are int32.
     """
     page_size = kv_pool.shape[3]
     slot = torch.arange(page_table.shape[1] * page_size, device=q.device)
     first_position = seq_lens - query_start.diff()
     lowest = torch.zeros_like(first_position) if window is None else first_position - window + 1
-    live = (slot < seq_lens[:, None]) & (slot >= lowest[:, None])
+    live = (slot < seq_lens[:, None]) & ((slot >= lowest[:, None]) | (slot < sinks))
     pages = page_table.masked_fill(~live.reshape(*page_table.shape, page_size).any(2), 0)
     keys, values = (
         kv_pool[pages, side].transpose(2, 3).flatten(1, 2).masked_fill(~live[:, :, None, None], 0.0)
@@ -87,26 +88,28 @@ def _with_room(tokens: int, heads: int, size: int, generator: torch.Generator) -
 
 
 def _attention_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
-    """(name, T, Hq, Hkv, D, window, softcap) at the sizes where implementations break."""
+    """(name, T, Hq, Hkv, D, window, softcap, sinks) at the sizes where implementations break."""
     cases = (
-        ("empty", 0, 2, 2, 8, None, None), ("one", 1, 4, 4, 16, None, None), ("mqa", 5, 6, 1, 20, None, None),
-        ("grouped", 33, 6, 2, 64, None, None), ("window", 19, 4, 2, 32, 7, None), ("softcap", 9, 4, 2, 32, None, 5.0),
-        ("window_one", 9, 2, 2, 8, 1, None), ("eight_kv_heads", 7, 16, 8, 16, None, None),
+        ("empty", 0, 2, 2, 8, None, None, 0), ("one", 1, 4, 4, 16, None, None, 0), ("mqa", 5, 6, 1, 20, None, None, 0),
+        ("grouped", 33, 6, 2, 64, None, None, 0), ("window", 19, 4, 2, 32, 7, None, 0),
+        ("softcap", 9, 4, 2, 32, None, 5.0, 0), ("window_one", 9, 2, 2, 8, 1, None, 0),
+        ("eight_kv_heads", 7, 16, 8, 16, None, None, 0), ("sinks", 19, 4, 2, 32, 7, None, 3),
     )
-    for name, tokens, heads, kv_heads, size, window, softcap in cases:
+    for name, tokens, heads, kv_heads, size, window, softcap, sinks in cases:
         merged = _with_room(tokens, heads + 2 * kv_heads, size, generator).to(device, dtype)[:tokens]
         q, k, v = torch.split(merged, [heads, kv_heads, kv_heads], dim=1)
-        yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap, 0))
+        yield Sample(name, (q, k, v, 0, size**-0.5, window, softcap, sinks))
 
 
 def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Generator, *,
                  rows: tuple[tuple[int, int], ...], heads: tuple[int, int] = (4, 2), head_dim: int = 16,
                  page_size: int = 16, window: int | None = None, softcap: float | None = None,
-                 ) -> tuple[object, ...]:
+                 sinks: int = 0) -> tuple[object, ...]:
     """Arguments of ``paged_attention`` for ``rows`` of (cached tokens before this step, queries).
 
     ``heads`` is (Hq, Hkv). q is a view into a wider merged tensor. Pages lie shuffled in a pool twice as
-    large as needed; every slot that no row may see holds NaN, and unused page-table columns a poisoned page.
+    large as needed; every slot that no row may see holds NaN. Page-table columns before those that are seen hold
+    page 0, columns after them another page; both are poisoned.
     """
     num_tokens = sum(queries for _, queries in rows)
     pages_of = [-(-(past + queries) // page_size) for past, queries in rows]
@@ -115,18 +118,17 @@ def paged_sample(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     order = (torch.randperm(len(pool) - 1, generator=generator) + 1).tolist()
     table = torch.full((len(rows), columns), order.pop(), dtype=torch.int32)
     for index, (past, queries) in enumerate(rows):
-        first_visible = 0 if window is None else max(0, past - window + 1)
-        for column in range(first_visible // page_size, pages_of[index]):
-            page = order.pop()
-            table[index, column] = page
-            start = max(first_visible - column * page_size, 0)
-            stop = min(past + queries - column * page_size, page_size)
-            pool[page, :, :, start:stop] = torch.randn(2, heads[1], max(stop - start, 0), head_dim, generator=generator)
+        position = torch.arange(pages_of[index] * page_size)
+        lowest = 0 if window is None else past - window + 1
+        seen = ((position < past + queries) & ((position >= lowest) | (position < sinks))).view(-1, page_size)
+        for column, slots in enumerate(seen):
+            page = table[index, column] = order.pop() if slots.any() else 0
+            pool[page, :, :, slots] = torch.randn(2, heads[1], int(slots.sum()), head_dim, generator=generator)
     merged = _with_room(num_tokens, heads[0] + 3, head_dim, generator).to(device, dtype)[:num_tokens]
     starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
     lens = torch.tensor([past + queries for past, queries in rows], dtype=torch.int32)
     return (merged[:, 2:2 + heads[0]], pool.to(device, dtype), table.to(device), starts.to(device), lens.to(device),
-            head_dim**-0.5, window, softcap, 0)
+            head_dim**-0.5, window, softcap, sinks)
 
 
 def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
@@ -146,6 +148,12 @@ def _paged_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     for past in (6, 7, 8):
         yield sample(f"window_8_at_{past}", ((past, 1), (0, past)), window=8, page_size=4)
     yield sample("window_long", ((200, 90),), window=70, head_dim=32)
+    for past in (11, 12, 13):
+        yield sample(f"sinks_3_window_8_at_{past}", ((past, 1), (past, 5), (0, past)), window=8, sinks=3, page_size=4)
+    yield sample("sinks_long", ((300, 1), (200, 90), (60, 20)), window=70, sinks=20, head_dim=32)
+    yield sample("sinks_over_blocks", ((400, 3), (150, 70)), window=33, sinks=100, heads=(8, 1), head_dim=20)
+    yield sample("sinks_window_one", ((9, 1), (3, 9)), window=1, sinks=4, page_size=4, softcap=5.0)
+    yield sample("sinks_without_window", ((20, 3),), sinks=4)
     yield sample("softcap", ((20, 5), (64, 1)), softcap=5.0, head_dim=32)
 
 
