@@ -74,7 +74,7 @@ class RowSampling:
     bad_words: tuple[Int32Array, ...] = ()
     """Token sequences that must not appear in the output; what completes one is never picked."""
     bias_token_ids: Int32Array = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    bias_values: npt.NDArray[np.float32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    bias_values: Float32Array = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     """Added to the logits of ``bias_token_ids``."""
     allowed_token_ids: Int32Array | None = None
     """Nothing else can be picked; None: everything may."""
@@ -156,7 +156,7 @@ class StepPlan:
     """[R] row of the grammar mask buffer that applies; None: no grammar."""
     adapter_slots: Int32Array | None = None
     """[R] loaded adapter of each row; None: base model only."""
-    input_embeddings: npt.NDArray[np.float32] | None = None
+    input_embeddings: Float32Array | None = None
     """[T, H] replaces token embeddings where given."""
 
     @property
@@ -174,13 +174,13 @@ class StepPlan:
 class StepLogprobs:
     """Log-probabilities of M tokens, from the fp32 log-softmax of raw logits."""
 
-    logprobs: npt.NDArray[np.float32]
+    logprobs: Float32Array
     """[M] of the token picked, or of the prompt token that came."""
     ranks: Int32Array
     """[M] its place among all tokens by likelihood, from 1."""
     top_ids: Int32Array
     """[M, K] the likeliest tokens in order (ties by id); K is the most any of the M asked for."""
-    top_logprobs: npt.NDArray[np.float32]
+    top_logprobs: Float32Array
     """[M, K]"""
     finite: BoolArray
     """[M] False where the logits held NaN or infinity above the mask."""

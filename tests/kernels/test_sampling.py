@@ -1,5 +1,7 @@
-"""Sampling beyond parity: distributions, cuts and extremes, independence of the batch, and the uniform numbers."""
+"""Sampling and log-probabilities beyond parity: distributions, cuts, extremes, independence of the batch, and the
+uniform numbers."""
 
+import itertools
 import math
 
 import numpy as np
@@ -12,7 +14,7 @@ from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
 from camshaft.kernels.sampling.philox import philox4x32, uniforms
 
 load_families("cpu")
-SAMPLE = OPS.get("sample")
+SAMPLE, LOGPROBS = OPS.get("sample"), OPS.get("logprobs")
 
 
 @pytest.fixture(params=sorted(SAMPLE.impls))
@@ -82,6 +84,21 @@ def test_greedy_takes_the_lowest_id_of_the_largest(sample, dtype):
     ids, finite = sample(logits, temperature=0.0, uniform=0.999)
     assert ids.tolist() == [row * 25 for row in range(40)]
     assert finite.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1e-6, 0.01, 1.0, 100.0])
+def test_b33_legal_extremes_yield_a_token_of_the_vocabulary(sample, temperature, dtype):
+    logits = (20 * torch.randn(16, 100, generator=torch.Generator().manual_seed(7))).to(dtype)
+    for top_p, top_k in itertools.product((1e-30, 1e-6, 0.5, 1.0), (0, 1, 99, 100, 101, 2**31 - 1)):
+        ids, finite = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=grid(16))
+        assert finite.all()
+        assert ((ids >= 0) & (ids < 100)).all()
+        if temperature == 1e-6 or top_k == 1 or top_p <= 1e-6:
+            assert (logits.gather(1, ids[:, None]) == logits.amax(1, keepdim=True)).all()
+        if top_k >= 100:
+            off, _ = sample(logits, temperature=temperature, top_p=top_p, uniform=grid(16))
+            assert torch.equal(ids, off)
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform(sample):
@@ -209,3 +226,71 @@ def test_native_says_why_it_cannot_serve(options, reason):
     verdict = next(v for v in explain(SAMPLE, call(**options), native=True) if v.impl == "native")
     assert not verdict.ok
     assert reason in verdict.reason
+
+
+@pytest.fixture(params=sorted(LOGPROBS.impls))
+def logprobs(request, library):
+    """Each implementation of ``logprobs``."""
+    if LOGPROBS.impls[request.param].native and library is None:
+        pytest.skip("no C compiler")
+    return bind(LOGPROBS, request.param, library)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_are_torchs_log_softmax(logprobs, dtype, count):
+    generator = torch.Generator().manual_seed(6)
+    logits = (5 * torch.randn(3, count, generator=generator)).to(dtype)
+    targets = torch.randint(count, (3,), generator=generator)
+    wanted = torch.log_softmax(logits.double(), 1)
+    found, ranks, top_ids, top, finite = logprobs(logits, targets, min(count, 12))
+    torch.testing.assert_close(found, wanted.gather(1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(top, wanted.gather(1, top_ids).float(), rtol=1e-6, atol=2e-6)
+    order = logits.float().sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(top_ids, order[:, :12])
+    assert torch.equal(order.gather(1, ranks[:, None] - 1)[:, 0], targets)
+    assert finite.all()
+
+
+def test_ties_are_ranked_by_id_and_signed_zeros_tie(logprobs):
+    logits = torch.tensor([[0.0, -0.0, 1.0, 0.0, -0.0, 1.0]] * 6)
+    _, ranks, top_ids, _, _ = logprobs(logits, torch.arange(6), 6)
+    assert ranks.tolist() == [3, 4, 1, 5, 6, 2]
+    assert top_ids.tolist() == [[2, 5, 0, 1, 3, 4]] * 6
+
+
+def test_masked_tokens_have_no_likelihood_and_come_last(logprobs):
+    logits = torch.full((2, 40), -math.inf)
+    logits[:, 31], logits[:, 33] = -5.0, -5.0
+    found, ranks, top_ids, top, finite = logprobs(logits, torch.tensor([33, 0]), 4)
+    assert finite.all()
+    assert found[0].item() == pytest.approx(math.log(0.5))
+    assert found[1].item() == -math.inf
+    assert ranks.tolist() == [2, 3]
+    assert top_ids.tolist() == [[31, 33, 0, 1]] * 2
+    assert top[:, 2:].tolist() == [[-math.inf] * 2] * 2
+
+
+def test_b36_a_broken_row_of_logprobs_is_reported_alone_and_holds_numbers(logprobs):
+    logits = torch.randn(4, 90, generator=torch.Generator().manual_seed(8))
+    targets = torch.tensor([3, 4, 5, 6])
+    wanted = logprobs(logits, targets, 5)
+    logits[1, 80], logits[2] = math.nan, -math.inf
+    found = logprobs(logits, targets, 5)
+    assert found[4].tolist() == [True, False, False, True]
+    for mine, before in zip(found, wanted, strict=True):
+        assert torch.equal(mine[[0, 3]], before[[0, 3]])
+        assert not mine[1:3].any()
+
+
+def test_native_logprobs_are_chosen_where_they_can_serve_and_say_why_not():
+    def asked(logits_dtype, targets_dtype):
+        return OpCall(probe_cpu(), (TensorInfo(logits_dtype, (None, 64)), TensorInfo(targets_dtype, (None,)), 1))
+
+    assert choose(LOGPROBS, asked(torch.bfloat16, torch.int64), native=True).impl == "native"
+    assert choose(LOGPROBS, asked(torch.bfloat16, torch.int64), native=False).impl == "top_only"
+    for dtypes, reason in (((torch.float64, torch.int64), "logits are torch.float64"),
+                           ((torch.float32, torch.int32), "targets are torch.int32")):
+        verdict = next(v for v in explain(LOGPROBS, asked(*dtypes), native=True) if v.impl == "native")
+        assert not verdict.ok
+        assert reason in verdict.reason

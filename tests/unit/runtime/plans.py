@@ -15,13 +15,14 @@ def sampling(*, temperature=0.0, seed=0, min_tokens=0, suppressed=(), **changes)
                        suppressed_token_ids=ints(*suppressed), **{**base, **changes})
 
 
-def arrival(row, epoch=0, **options):
-    return RowArrival(row=row, epoch=epoch, sampling=sampling(**options))
+def arrival(row, epoch=0, *, prompt=(), output=(), **options):
+    return RowArrival(row=row, epoch=epoch, sampling=sampling(**options), history=ints(*prompt, *output),
+                      num_prompt_tokens=len(prompt))
 
 
-def plan(step, *, generation=(), context=(), arrivals=(), pages=(), copies=(), epochs=None):
+def plan(step, *, generation=(), context=(), arrivals=(), pages=(), copies=(), epochs=None, scores=None):
     """``generation``: (row, start, output index); ``context``: (row, start, tokens, output index or None);
-    ``pages``: (row, column, page); ``copies``: (from, to)."""
+    ``pages``: (row, column, page); ``copies``: (from, to); ``scores``: row to the targets of its first fed tokens."""
     rows = [entry[0] for entry in generation] + [entry[0] for entry in context]
     starts = [entry[1] for entry in (*generation, *context)]
     lens = [1] * len(generation) + [len(entry[2]) for entry in context]
@@ -34,4 +35,6 @@ def plan(step, *, generation=(), context=(), arrivals=(), pages=(), copies=(), e
                     epochs=ints(*([0] * len(rows) if epochs is None else epochs)), num_generation=len(generation),
                     query_lens=ints(*lens), start_positions=ints(*starts), context_token_ids=ints(*tokens),
                     samples=np.array([index is not None for index in outputs], dtype=np.bool_),
-                    output_indices=ints(*(index or 0 for index in outputs)))
+                    output_indices=ints(*(index or 0 for index in outputs)),
+                    score_lens=None if scores is None else ints(*(len(scores.get(row, ())) for row in rows)),
+                    score_targets=None if scores is None else ints(*(t for row in rows for t in scores.get(row, ()))))
