@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+"""Kinds of rotary settings whose table depends on how long a sequence is."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -33,6 +36,18 @@ class RopeConfig:
     """[head_dim / 2] divisors of the frequencies up to ``original_max_position`` positions (longrope)."""
     long_factors: tuple[float, ...] = ()
     """[head_dim / 2] divisors beyond it."""
+    longest_sequence: int | None = None
+    """Longest sequence a length-dependent table is made for, in tokens; None: ``original_max_position``."""
+
+    def at_length(self, longest: int) -> RopeConfig:
+        """These settings for sequences of up to ``longest`` tokens.
+
+        A dynamic or longrope model is given one table, for the longest sequence its engine takes, and not one that
+        changes as a sequence grows: cached keys stay right, and a request's tokens depend neither on its batch nor
+        on how its prompt was cut. Up to ``original_max_position`` that is the table of the first training.
+        """
+        return dataclasses.replace(self, longest_sequence=longest) if self.kind in LENGTH_DEPENDENT_ROPES else self
+
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +95,28 @@ class ModelConfig:
         local = data["local_rope"]
         return cls(**{**data, "rope": _rope(data["rope"]), "local_rope": None if local is None else _rope(local),
                       "windows": tuple(data["windows"])})
+
+    @property
+    def max_sequence(self) -> int:
+        """Most tokens of a sequence: ``max_position``, or as far as yarn or dynamic settings stretch it."""
+        if self.rope.kind not in ("dynamic", "yarn"):
+            return self.max_position
+        return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
+
+    @property
+    def default_sequence(self) -> int:
+        """Longest sequence to build for unless more is asked for: no further than a table is left unstretched."""
+        return self.rope.original_max_position if self.rope.kind in LENGTH_DEPENDENT_ROPES else self.max_sequence
+
+    def at_length(self, longest: int) -> ModelConfig:
+        """The same model for sequences of up to ``longest`` tokens; see :meth:`RopeConfig.at_length`."""
+        local = None if self.local_rope is None else self.local_rope.at_length(longest)
+        return dataclasses.replace(self, rope=self.rope.at_length(longest), local_rope=local)
+
+    def with_windows(self, windows: tuple[int | None, ...]) -> ModelConfig:
+        """The same model with ``windows``; none where even its longest sequence is too short for them to hide any."""
+        hiding = any(window is not None and window < self.max_sequence for window in windows)
+        return dataclasses.replace(self, windows=windows if hiding else ())
 
     def window(self, layer: int) -> int | None:
         """How many tokens back ``layer`` sees, itself included; None: all."""

@@ -11,11 +11,13 @@ from camshaft.ir.program import Program
 from camshaft.models.registry import family_of
 
 
-def program_from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Program:
+def program_from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype, max_seq_len: int | None = None) -> Program:
     """The Program of ``checkpoint`` computing in ``dtype``. CheckpointError where tensors and configuration differ.
 
     ``program.config`` says what the tensors say: its ``tie_word_embeddings`` may differ from the checkpoint's.
+    ``max_seq_len`` is the longest sequence rotary tables are made for; None: the model's ``default_sequence``.
     """
     family = family_of(checkpoint.config.architecture)
-    config, tensors = settle_head(family, checkpoint.config, checkpoint.tensors)
+    config, tensors = settle_head(family, checkpoint.config, family.adapt_weights(checkpoint.tensors))
+    config = config.at_length(config.default_sequence if max_seq_len is None else max_seq_len)
     return export_program(config, bind_weights(family, config, tensors), dtype)

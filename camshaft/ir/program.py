@@ -33,7 +33,7 @@ LIFE_CYCLE_INPUTS = ("slot_mapping", "page_table")
 ALLOWED_ATEN = (
     "aten.add.Tensor", "aten.embedding.default", "aten.index_select.default", "aten.mul.Tensor", "aten.reshape.default",
     "aten.silu.default", "aten.gelu.default", "aten.slice.Tensor", "aten.split_with_sizes.default", "aten.view.default",
-    "aten._to_copy.default", "aten.sym_size.int", "aten.unsqueeze.default",
+    "aten._to_copy.default", "aten.sym_size.int", "aten.unsqueeze.default", "aten.div.Tensor", "aten.tanh.default",
 )
 
 

@@ -10,12 +10,16 @@ from torch import nn
 
 from camshaft.config.model import ModelConfig
 from camshaft.layers.linear import Linear
+from camshaft.layers.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """Multi-head, grouped or multi-query attention of layer ``layer``; ``window`` limits how far back a token sees."""
+    """Multi-head, grouped or multi-query attention of layer ``layer``; ``window`` limits how far back a token sees.
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    ``qk_norm``: queries and keys are normalised head by head before they are rotated (Henry et al., 2020).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
         self.layer = layer
@@ -30,11 +34,15 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
         self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.attention_out_bias)
+        self.q_norm = RMSNorm(head_dim, config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.norm_eps) if qk_norm else None
 
     def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, H]``; ``cos_sin_TD`` is the step's rotary table."""
         q_TND, k_TND, v_TND = (project(x_TH).reshape(-1, heads, self.head_dim) for project, heads in (
             (self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TND, k_TND = self.q_norm(q_TND), self.k_norm(k_TND)
         q_TND, k_TND = torch.ops.camshaft.rope(q_TND, k_TND, cos_sin_TD)
         mixed_TND = torch.ops.camshaft.attention(q_TND, k_TND, v_TND, self.layer, self.scale, self.window,
                                                    self.softcap, self.sinks)

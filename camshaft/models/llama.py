@@ -5,72 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from camshaft.config.model import ModelConfig, RopeConfig
-from camshaft.layers.attention import Attention
-from camshaft.layers.embedding import Embedding
-from camshaft.layers.linear import Linear
-from camshaft.layers.mlp import GatedMLP
-from camshaft.layers.norm import RMSNorm
-from camshaft.layers.rope import RotaryTable
-from camshaft.models.config_fields import bool_field, check_heads, float_field, int_field, require, rope_field
+from camshaft.layers.decoder import CausalLM, PreNormBlock
+from camshaft.models.config_fields import (
+    MAX_LAYERS,
+    bool_field,
+    check_heads,
+    float_field,
+    int_field,
+    require,
+    rope_field,
+    windows_field,
+)
 from camshaft.models.registry import ModelFamily, register_family
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: attention and gated feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-
-    def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` to ``[T, H]``."""
-        x_TH = x_TH + self.self_attn(self.input_layernorm(x_TH), cos_sin_TD)
-        out_TH: torch.Tensor = x_TH + self.mlp(self.post_attention_layernorm(x_TH))
-        return out_TH
-
-
-class Decoder(nn.Module):
-    """Embedding, blocks and the final norm."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryTable(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-
-    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[T, H]``."""
-        x_TH = self.embed_tokens(token_ids_T)
-        cos_sin_TD = self.rotary(positions_T)
-        for block in self.layers:
-            x_TH = block(x_TH, cos_sin_TD)
-        normed: torch.Tensor = self.norm(x_TH)
-        return normed
-
-
-class LlamaForCausalLM(nn.Module):
-    """The decoder and its head; a tied head is the embedding table itself, so it has no parameter of its own."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.model = Decoder(config)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
-        """Logits ``[L, V]`` of the tokens ``logits_rows[L]`` among the packed ``token_ids[T]`` at ``positions[T]``."""
-        x_TH = self.model(token_ids, positions)
-        x_LH = x_TH.index_select(0, logits_rows)
-        logits: torch.Tensor = self.model.embed_tokens.as_head(x_LH) if self.lm_head is None else self.lm_head(x_LH)
-        return logits
 
 
 @register_family
@@ -92,30 +41,26 @@ class Llama(ModelFamily):
         check_heads("config.json num_attention_heads, num_key_value_heads, head_dim", heads, kv_heads, head_dim)
         require(data, "hidden_act", ("silu",))
         max_position = int_field(data, "max_position_embeddings", 131072 if mistral else 2048)
-        # Mistral's own default is a window of 4096; null is how a checkpoint says it has none.
-        window = data.get("sliding_window", 4096) if mistral else None
-        if window is not None:
-            window = int_field(data, "sliding_window", 4096)
         bias = not mistral and bool_field(data, "attention_bias", False)
-        num_layers = int_field(data, "num_hidden_layers")
-        return ModelConfig(
+        num_layers = int_field(data, "num_hidden_layers", most=MAX_LAYERS)
+        if mistral:
+            # Mistral's own default is a window of 4096; null is how a checkpoint says it has none.
+            data = {"sliding_window": 4096, **data}
+        config = ModelConfig(
             architecture=architecture, vocab_size=int_field(data, "vocab_size"), hidden_size=hidden,
             intermediate_size=int_field(data, "intermediate_size"), num_layers=num_layers,
             num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, max_position=max_position,
-            norm_eps=float_field(data, "rms_norm_eps", 1e-6), rope=rope_field(data),
+            norm_eps=float_field(data, "rms_norm_eps", 1e-6),
+            rope=rope_field(data, head_dim=head_dim, max_position=max_position),
             tie_word_embeddings=bool_field(data, "tie_word_embeddings", False),
             qkv_bias=bias, attention_out_bias=bias,
-            mlp_bias=not mistral and bool_field(data, "mlp_bias", False),
-            windows=(window,) * num_layers if window is not None and window < max_position else ())
+            mlp_bias=not mistral and bool_field(data, "mlp_bias", False))
+        slides = mistral and data["sliding_window"] is not None
+        return config.with_windows(windows_field(data, num_layers, lambda layer: slides))
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""
-        return LlamaForCausalLM(config)
-
-    def weight_names(self, config: ModelConfig) -> dict[str, str]:
-        """The definition's parameters bear the checkpoint's names already."""
-        with torch.device("meta"):
-            return {name: name for name, _ in self.module(config).named_parameters()}
+        return CausalLM(config, PreNormBlock)
 
     def tiny_config(self) -> ModelConfig:
         """Two layers, grouped heads, every bias, llama3 rotary scaling, an untied head."""

@@ -12,11 +12,13 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
 from camshaft.config.model import ModelConfig
 from camshaft.core.errors import CheckpointError
 from camshaft.core.registry import Registry
+from camshaft.ir.weight import Weight
 
 
 class ModelFamily(abc.ABC):
@@ -40,9 +42,20 @@ class ModelFamily(abc.ABC):
     def module(self, config: ModelConfig) -> nn.Module:
         """The definition: ``forward(token_ids[T], positions[T], logits_rows[L]) -> logits[L, V]``."""
 
-    @abc.abstractmethod
     def weight_names(self, config: ModelConfig) -> dict[str, str]:
-        """Parameter name of :meth:`module` → tensor name in a Hugging Face checkpoint; every parameter, once."""
+        """Parameter name of :meth:`module` → tensor name in a Hugging Face checkpoint; every parameter, once.
+
+        By default the parameters bear the checkpoint's names already.
+        """
+        with torch.device("meta"):
+            return {name: name for name, _ in self.module(config).named_parameters()}
+
+    def adapt_weights(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
+        """A checkpoint's tensors under the names of :meth:`weight_names`, with the values the definition computes with.
+
+        Read lazily. As they are unless a family renames, leaves out (and says so in the log) or folds some.
+        """
+        return dict(tensors)
 
     @abc.abstractmethod
     def tiny_config(self) -> ModelConfig:

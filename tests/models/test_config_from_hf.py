@@ -33,9 +33,7 @@ def test_rope_in_every_spelling(changes, expected):
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+    ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "mrope"),
     ({"rope_scaling": "linear"}, "rope_scaling"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
