@@ -95,7 +95,8 @@ def measure(num_requests: int, num_steps: int, depth: int) -> dict[str, float]:
     scheduler = SchedulerConfig(max_batch_size=num_requests, max_num_tokens=MAX_NUM_TOKENS, overlap_depth=depth)
     runner = PreparedResults(life_cycle, num_pages, max_seq_len, num_requests)
     executor = Executor(runner, kv, scheduler=scheduler, sink=increments.put,
-                        limits=ExecutorLimits(max_seq_len=max_seq_len, vocab_size=VOCAB_SIZE + len(STOP_IDS)))
+                        limits=ExecutorLimits(max_seq_len=max_seq_len, vocab_size=VOCAB_SIZE + len(STOP_IDS),
+                                               max_logits_rows=num_requests))
     for number in range(num_requests):
         prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(16, prompt_tokens))).astype(np.int32)
         executor.submit(make_request(number, prompt, max_seq_len - len(prompt)))

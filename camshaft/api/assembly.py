@@ -23,10 +23,10 @@ from camshaft.config.runtime import KvCacheConfig, SchedulerConfig, resolve_sche
 from camshaft.core.errors import UserError
 from camshaft.core.log import logger
 from camshaft.engine.artifact import Engine
-from camshaft.executor.capacity import CAPACITY_POLICIES
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
 from camshaft.executor.messages import PrefixScope
+from camshaft.executor.policies.base import check_policies
 from camshaft.executor.request import ExecutorLimits
 from camshaft.executor.trace import RecordingRunner, TraceWriter, check_target
 from camshaft.frontend.hub import resolve_model
@@ -94,7 +94,7 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     """Build or load the engine of ``source`` and start it; its steps are recorded where ``trace`` says."""
     if trace is not None:
         check_target(trace.path)
-    CAPACITY_POLICIES.get(scheduler.capacity_policy)  # an unknown name is refused before anything is built
+    check_policies(scheduler)  # an unknown name is refused before anything is built
     path, name = source.resolve()
     engine = cached_engine(path, None if build == BuildConfig() else build, use_cache=source.use_cache,
                            show_progress=source.show_progress)
@@ -111,9 +111,10 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     files = {} if skip_tokenizer else engine.tokenizer_files()
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
     resolver = RequestResolver(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
-                               scope=PrefixScope(model=manifest.weights_id))
+                               scope=PrefixScope(model=manifest.weights_id), queue_policy=scheduler.queue_policy)
     front = Front(tokenizer)
-    limits = ExecutorLimits(max_seq_len=manifest.build.longest_sequence, vocab_size=manifest.model.vocab_size)
+    limits = ExecutorLimits(max_seq_len=manifest.build.longest_sequence, vocab_size=manifest.model.vocab_size,
+                            max_logits_rows=manifest.build.max_logits_rows)
     template = _template(files)
     description = _describe(engine, name, kv_cache, scheduler, num_pages)
     runner.warm_up()
@@ -144,9 +145,10 @@ def _describe(engine: Engine, name: str, kv_cache: KvCacheConfig, scheduler: Sch
               num_pages: tuple[int, ...]) -> dict[str, Any]:
     manifest = engine.manifest
     return {"model": name, "engine": None if engine.folder is None else str(engine.folder),
-            "model_config": manifest.model.to_dict(), "build": manifest.build.to_dict(),
-            "generation": dataclasses.asdict(manifest.generation), "kv_cache": dataclasses.asdict(kv_cache),
-            "kv_pages": list(num_pages), "scheduler": dataclasses.asdict(scheduler)}
+            "weights_id": manifest.weights_id, "model_config": manifest.model.to_dict(),
+            "build": manifest.build.to_dict(), "generation": dataclasses.asdict(manifest.generation),
+            "kv_cache": dataclasses.asdict(kv_cache), "kv_pages": list(num_pages),
+            "scheduler": dataclasses.asdict(scheduler)}
 
 
 def _summary(engine: Engine, name: str, kv_cache: KvCacheConfig, num_pages: tuple[int, ...]) -> str:

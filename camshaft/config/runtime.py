@@ -7,7 +7,7 @@ from typing import Annotated
 
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_int, check_range
-from camshaft.core.errors import UserError
+from camshaft.core.errors import InternalError, UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,28 @@ class KvCacheConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What a step may hold, resolved."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    context_chunk_tokens: int
+    overlap_depth: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Admission, batching and overlap of the executor."""
 
     capacity_policy: Annotated[str, Doc("Who may hold KV pages: guaranteed_no_evict admits a request only when its "
-                                        "longest possible outcome fits.")] = "guaranteed_no_evict"
+                                        "longest possible outcome fits; max_utilization when its prompt does, and "
+                                        "takes the newest request's pages back where they run out, to compute it "
+                                        "again later; static_batch runs one batch to its end before the next.")] = \
+        "guaranteed_no_evict"
+    queue_policy: Annotated[str, Doc("Who is admitted first: fcfs, in order of arrival; priority, the larger priority "
+                                     "first.")] = "fcfs"
+    context_chunking_policy: Annotated[str, Doc("How prompts share a step's tokens: first_come_first_served, or "
+                                                "equal_progress, in equal parts.")] = "first_come_first_served"
     max_batch_size: Annotated[int | None, Doc("Most requests in a step; default and upper bound: the engine's.")] = None
     max_num_tokens: Annotated[int | None, Doc("Most tokens in a step; default and upper bound: the engine's.")] = None
     context_chunk_tokens: Annotated[int | None, Doc("Most tokens of one prompt in a step; default: what the step has "
@@ -44,8 +61,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         # which names there are is the registry's to say, so that a policy of one's own can be asked for
-        if not isinstance(self.capacity_policy, str) or not self.capacity_policy:
-            raise UserError("scheduler.capacity_policy", self.capacity_policy, "the name of a capacity policy")
+        for kind in ("capacity", "queue", "context_chunking"):
+            policy = getattr(self, f"{kind}_policy")
+            if not isinstance(policy, str) or not policy:
+                raise UserError(f"scheduler.{kind}_policy", policy, f"the name of a {kind.replace('_', ' ')} policy")
         for name in ("max_batch_size", "max_num_tokens", "context_chunk_tokens"):
             value = getattr(self, name)
             if value is not None:
@@ -53,6 +72,17 @@ class SchedulerConfig:
         check_int("scheduler.max_waiting", self.max_waiting, 1)
         if self.overlap_depth is not None:
             check_int("scheduler.overlap_depth", self.overlap_depth, 0, 1)
+
+    def step_limits(self) -> StepLimits:
+        """The limits of a resolved configuration (``resolve_scheduler``). Raises InternalError for another."""
+        if self.max_batch_size is None or self.max_num_tokens is None or self.overlap_depth is None:
+            raise InternalError("the scheduler configuration is not resolved")
+        if self.max_num_tokens < self.max_batch_size:
+            raise InternalError("max_num_tokens below max_batch_size: running rows could starve")
+        return StepLimits(max_batch_size=self.max_batch_size, max_num_tokens=self.max_num_tokens,
+                          context_chunk_tokens=min(self.context_chunk_tokens or self.max_num_tokens,
+                                                   self.max_num_tokens),
+                          overlap_depth=self.overlap_depth)
 
 
 def resolve_scheduler(cfg: SchedulerConfig, build: BuildConfig) -> SchedulerConfig:

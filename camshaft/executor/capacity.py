@@ -1,59 +1,38 @@
-"""Who may hold KV pages: admission of waiting requests, first come, first served.
+"""Who enters: admission of the waiting request that is next, when the capacity policy says there is room.
 
-Owns the decision and the hand-over (prefix taken from the cache, a row in the table). Chooses no tokens:
-that is ``microbatch.py``. A policy is a subclass of ``CapacityScheduler`` under a name of its own.
+Owns what an admission would take, the hand-over (prefix taken from the cache, a row in the table), and the wait
+for a prefix that another request is computing. The policy decides; order is the queue's; tokens are chosen by
+``microbatch.py``.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections import OrderedDict
 
 import numpy as np
 
 from camshaft.core.ids import RequestId
-from camshaft.core.registry import Registry
 from camshaft.executor.kv.manager import KVCacheManager
-from camshaft.executor.messages import GenerationRequest
+from camshaft.executor.pages import RowPages
+from camshaft.executor.policies.base import CapacityPolicy, Demand, Load
 from camshaft.executor.request import ExecutorLimits, RequestSize
-from camshaft.executor.table import FREE, RequestTable
-
-WaitingQueue = OrderedDict[RequestId, GenerationRequest]
-"""Waiting requests, oldest first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What admitting a request would do to the pool, in pages."""
-
-    new_pages: int
-    """Pages beyond the shared ones that its longest outcome takes."""
-    pinned_pages: int
-    """Cached pages that could be evicted now and could not once they are taken."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """A request that got a row."""
-
-    row: int
-    num_cached: int
-    """Prompt tokens it found in the cache."""
+from camshaft.executor.table import FREE, RequestTable, RowNeeds
+from camshaft.executor.waiting import WaitingQueue, WaitingRequest
+from camshaft.runtime.step import Int32Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why the head of the queue was not admitted; it is looked at again when one of these changes."""
+    """Why the next request was not admitted; it is looked at again when one of these changes for the better."""
 
     id: RequestId
-    slack_pages: int
+    load: Load
     num_context_landings: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PrefixWait:
-    """The head of the queue waits until ``row`` has computed ``num_tokens``, which both begin with."""
+    """The next request waits until ``row`` has computed ``num_tokens``, which both begin with."""
 
     id: RequestId
     row: int
@@ -61,105 +40,109 @@ class _PrefixWait:
     num_tokens: int
 
 
-class CapacityScheduler(abc.ABC):
-    """Admits the oldest waiting request when the policy says there is room for it."""
+class CapacityScheduler:
+    """Admits the next waiting request when ``policy`` says there is room for it."""
 
-    def __init__(self, kv: KVCacheManager, limits: ExecutorLimits) -> None:
+    def __init__(self, kv: KVCacheManager, limits: ExecutorLimits, policy: CapacityPolicy, pages: RowPages) -> None:
         self._kv = kv
         self._limits = limits
+        self._policy = policy
+        self._pages = pages
         self._refusal: _Refusal | None = None
         self._prefix_wait: _PrefixWait | None = None
 
-    @abc.abstractmethod
-    def has_room(self, demand: Demand, running: RequestTable) -> bool:
-        """Whether a request of this demand may join the running ones. Changes nothing.
+    def admit(self, waiting: WaitingQueue, running: RequestTable) -> int | None:
+        """Admit who is next, or nobody: nobody overtakes them. Returns the row.
 
-        Must be true when nothing runs and ``new_pages + pinned_pages`` fit the pool: the queue stops otherwise.
+        On success the request has left the queue, holds its shared pages and owns a row. One whose next page of
+        prompt is being computed by a running request waits for that page instead of computing it again; the wait
+        ends with that request at the latest.
         """
-
-    def admit(self, waiting: WaitingQueue, running: RequestTable) -> Admission | None:
-        """Admit the head of ``waiting`` or nobody: nothing overtakes it.
-
-        On success the request has left the queue, holds its shared pages and owns a row. A head whose next
-        page of prompt is being computed by a running request waits for that page instead of computing it
-        again; the wait ends with that request at the latest.
-        """
-        if not waiting or not running.num_free:
+        record = waiting.first()
+        if record is None or not running.num_free:
+            self._policy.admission_ended(running.num_used)
             return None
-        request = next(iter(waiting.values()))
-        if self._is_prefix_pending(request, running) or self._is_refused(request, running):
+        if self._is_prefix_pending(record, running):
             return None
-        worst_pages = self._kv.pages_for(RequestSize.of(request).worst_case_tokens(self._limits))
-        demand, num_matched = self._demand(request, worst_pages)
-        if self._begin_prefix_wait(request, num_matched, running):
+        load = self._pages.load()
+        if self._is_refused(record, load, running):
             return None
-        if not self.has_room(demand, running):
-            self._refuse(request, running)
+        needs = self._needs(record)
+        demand, num_matched = self._demand(record, needs)
+        if self._begin_prefix_wait(record, num_matched, running):
             return None
-        waiting.popitem(last=False)
+        if not self._policy.admits(demand, load):
+            self._refusal = _Refusal(record.request.id, load, running.num_context_landings)
+            self._policy.admission_ended(running.num_used)
+            return None
         self._refusal = None
-        num_cached = self._kv.start(request.id, request.prompt_token_ids, request.scope, request.reuse)
-        row = running.occupy(request, output_limit=RequestSize.of(request).output_limit(self._limits),
-                             num_cached=num_cached, held_pages=self._kv.held_pages(request.id), worst_pages=worst_pages)
-        return Admission(row=row, num_cached=num_cached)
+        waiting.remove(record.request.id)
+        return self._enter(record, needs, running)
 
-    def slack_pages(self, running: RequestTable) -> int:
-        """Pages that are left when every running request has its longest outcome."""
-        return self._kv.available_pages() - running.outstanding_pages()
+    def _enter(self, record: WaitingRequest, needs: RowNeeds, running: RequestTable) -> int:
+        request, readable = record.request, _readable(record)
+        num_cached = self._kv.start(request.id, readable, request.scope, reads=request.reuse and len(readable) > 1,
+                                    leaves=request.reuse)
+        row = running.occupy(record, needs, num_cached=num_cached)
+        self._pages.count(row)
+        return row
 
-    def _demand(self, request: GenerationRequest, worst_pages: int) -> tuple[Demand, int]:
-        if not request.reuse:
-            return Demand(new_pages=worst_pages, pinned_pages=0), 0
-        match = self._kv.match(request.prompt_token_ids, request.scope)
-        return Demand(new_pages=worst_pages - match.num_pages,
-                      pinned_pages=match.num_pages_unreferenced), match.num_tokens
+    def _needs(self, record: WaitingRequest) -> RowNeeds:
+        size = RequestSize.of(record.request)
+        return self._pages.needs(record, output_limit=size.output_limit(self._limits),
+                                 worst_tokens=size.worst_case_tokens(self._limits))
 
-    def _refuse(self, request: GenerationRequest, running: RequestTable) -> None:
-        self._refusal = _Refusal(request.id, self.slack_pages(running), running.num_context_landings)
+    def _demand(self, record: WaitingRequest, needs: RowNeeds) -> tuple[Demand, int]:
+        """What admitting it would take, and how many tokens it would find in the cache.
 
-    def _is_refused(self, request: GenerationRequest, running: RequestTable) -> bool:
+        Pages that others hold already are not taken, those cached for nobody are.
+        """
+        readable = _readable(record)
+        if not record.request.reuse or len(readable) == 1:
+            return Demand(longest=needs.worst_pages, soon=needs.soon_pages), 0
+        match = self._kv.match(readable, record.request.scope)
+        shared = match.num_pages - match.num_pages_unreferenced
+        return Demand(longest=needs.worst_pages - shared, soon=needs.soon_pages - shared), match.num_tokens
+
+    def _is_refused(self, record: WaitingRequest, load: Load, running: RequestTable) -> bool:
         """Whether nothing changed that could turn the last refusal around: saves a match of the prompt each step."""
         refusal = self._refusal
-        return (refusal is not None and refusal.id == request.id
-                and refusal.num_context_landings == running.num_context_landings
-                and self.slack_pages(running) <= refusal.slack_pages)
+        if (refusal is None or refusal.id != record.request.id or load.num_rows < refusal.load.num_rows
+                or refusal.num_context_landings != running.num_context_landings):
+            return False
+        then = refusal.load
+        return not ((load.available - load.longest > then.available - then.longest).any()
+                    or (load.available - load.soon > then.available - then.soon).any())
 
-    def _is_prefix_pending(self, request: GenerationRequest, running: RequestTable) -> bool:
+    def _is_prefix_pending(self, record: WaitingRequest, running: RequestTable) -> bool:
         wait = self._prefix_wait
-        if wait is None or wait.id != request.id:
+        if wait is None or wait.id != record.request.id:
             return False
         row = wait.row
         return (running.epoch[row] == wait.epoch and running.is_running(row)
                 and bool(running.num_landed[row] < wait.num_tokens))
 
-    def _begin_prefix_wait(self, request: GenerationRequest, num_matched: int, running: RequestTable) -> bool:
-        """Start to wait if a running request is about to cache at least one more page of this prompt."""
+    def _begin_prefix_wait(self, record: WaitingRequest, num_matched: int, running: RequestTable) -> bool:
+        """Start to wait if a running request is about to cache at least one more page of these tokens."""
         self._prefix_wait = None
-        prompt = request.prompt_token_ids
+        request, tokens = record.request, _readable(record)
         wanted = (num_matched // self._kv.page_size + 1) * self._kv.page_size
-        if not request.reuse or not self._kv.block_reuse or wanted >= len(prompt):
+        if not request.reuse or not self._kv.block_reuse or wanted >= len(tokens):
             return False
-        computing = (running.shares & (running.state != FREE) & (running.prompt_len >= wanted)
+        computing = (running.shares & (running.state != FREE) & (running.context_len >= wanted)
                      & (running.num_landed < wanted))
         for row in np.flatnonzero(computing).tolist():
             other = running.requests[row]
             if (other is not None and running.is_running(row) and other.scope == request.scope
-                    and np.array_equal(running.tokens[row, :wanted], prompt[:wanted])):
+                    and np.array_equal(running.tokens[row, :wanted], tokens[:wanted])):
                 self._prefix_wait = _PrefixWait(request.id, row, int(running.epoch[row]), wanted)
                 return True
         return False
 
 
-CAPACITY_POLICIES: Registry[type[CapacityScheduler]] = Registry("scheduler.capacity_policy")
-
-
-@CAPACITY_POLICIES.register("guaranteed_no_evict")
-class GuaranteedNoEvict(CapacityScheduler):
-    """Admits a request only when its longest outcome fits beside the longest outcomes of all that run.
-
-    A running request therefore never lacks a page and never loses one.
-    """
-
-    def has_room(self, demand: Demand, running: RequestTable) -> bool:
-        """Exact: shared pages count once, pages the request would pin count as taken."""
-        return demand.new_pages + demand.pinned_pages <= self.slack_pages(running)
+def _readable(record: WaitingRequest) -> Int32Array:
+    """The tokens whose cached pages it may use, and one more: a prompt token still to be scored is computed."""
+    prompt_len = len(record.request.prompt_token_ids)
+    if record.request.sampling.num_prompt_logprobs is None or record.num_scored >= prompt_len - 1:
+        return record.token_ids
+    return record.token_ids[:record.num_scored + 1]

@@ -23,6 +23,7 @@ from camshaft.executor import output
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.messages import GenerationRequest, Increment
 from camshaft.executor.microbatch import MicroBatchScheduler
+from camshaft.executor.pages import reserved_ahead
 from camshaft.executor.request import ExecutorLimits, RequestSize, check_fits, check_request
 from camshaft.executor.stats import ExecutorStats
 from camshaft.runtime.step import StepHandle, StepPlan, StepRunner
@@ -41,13 +42,13 @@ class Executor:
 
     def __init__(self, runner: StepRunner, kv: KVCacheManager, *, limits: ExecutorLimits,
                  scheduler: SchedulerConfig, sink: Sink) -> None:
-        if scheduler.overlap_depth is None:
-            raise InternalError("the scheduler configuration is not resolved")
+        step = scheduler.step_limits()
         self._runner: StepRunner = runner
         self._kv = kv
         self._limits = limits
         self._sink = sink
-        self._overlap_depth = scheduler.overlap_depth
+        self._overlap_depth = step.overlap_depth
+        self._step_tokens = reserved_ahead(step.context_chunk_tokens, kv.page_size)
         self._max_waiting = scheduler.max_waiting
         self._batch = MicroBatchScheduler(kv, limits, scheduler)
         self._frames: deque[StepHandle] = deque()
@@ -81,7 +82,7 @@ class Executor:
         Raises UserError or RequestTooLargeError for one that cannot run, QueueFullError when
         ``max_waiting`` requests wait, EngineDeadError after a failure or shutdown.
         """
-        check_request(request, self._limits, self._kv)
+        check_request(request, self._limits, self._kv, self._step_tokens)
         with self._changed:
             self._check_alive()
             if request.id in self._live:
@@ -97,7 +98,7 @@ class Executor:
     def check_fits(self, *, num_prompt_tokens: int, max_tokens: int, min_tokens: int = 0) -> None:
         """Raise RequestTooLargeError, with the numbers, for a request of this size that could never run."""
         check_fits(RequestSize(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, min_tokens=min_tokens),
-                   self._limits, self._kv)
+                   self._limits, self._kv, self._step_tokens)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request in any state, from any thread; its final increment says "cancelled". Unknown ids do nothing."""
@@ -159,8 +160,9 @@ class Executor:
             out = self._frames.popleft().result()
             with self._books:
                 self._news += self._batch.apply(out)
-        elif plan is None and self._batch.waiting:
-            raise InternalError("nothing runs, and yet the first waiting request was not admitted")
+        elif plan is None and (self._batch.waiting or self._batch.table.num_used):
+            raise InternalError(f"no step can run, yet {self._batch.table.num_used} requests have a row and "
+                                f"{len(self._batch.waiting)} wait")
         self._last_turn_s = time.monotonic()
         self._deliver()
         return bool(self._frames or self._batch.waiting or self._batch.table.num_used or self._inbox)

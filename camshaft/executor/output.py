@@ -7,7 +7,10 @@ from typing import Any, cast
 from camshaft.core.errors import NonFiniteLogitsError
 from camshaft.core.ids import RequestId
 from camshaft.executor.decoder.stop import LENGTH, STOP
-from camshaft.executor.messages import Increment
+from camshaft.executor.messages import Increment, TokenLogprob
+from camshaft.runtime.step import StepLogprobs
+
+_REASONS = {STOP: "stop", LENGTH: "length"}
 
 
 def cancelled(request_id: RequestId) -> Increment:
@@ -27,11 +30,26 @@ def non_finite(request_id: RequestId, output_index: int) -> Increment:
         "A wider dtype (bfloat16 or float32) helps where the model overflows"))
 
 
-def landed(request_id: RequestId, token_id: int, verdict: int, num_cached_tokens: int | None) -> Increment:
+def landed(request_id: RequestId, token_id: int, verdict: int, *, num_cached_tokens: int | None,
+           logprobs: tuple[TokenLogprob, ...], prompt_logprobs: tuple[TokenLogprob, ...]) -> Increment:
     """A request's newest token with its verdict; ``num_cached_tokens`` on the first increment only."""
-    reason = {STOP: "stop", LENGTH: "length"}.get(verdict)
-    return Increment(id=request_id, token_ids=(token_id,), finish_reason=reason,
-                     stop_token_id=token_id if verdict == STOP else None, num_cached_tokens=num_cached_tokens)
+    return Increment(id=request_id, token_ids=(token_id,), finish_reason=_REASONS.get(verdict),
+                     stop_token_id=token_id if verdict == STOP else None, num_cached_tokens=num_cached_tokens,
+                     logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def scored(request_id: RequestId, prompt_logprobs: tuple[TokenLogprob, ...], verdict: int, *,
+           num_cached_tokens: int | None) -> Increment:
+    """Scores of a chunk that gave no token."""
+    return Increment(id=request_id, finish_reason=_REASONS.get(verdict), num_cached_tokens=num_cached_tokens,
+                     prompt_logprobs=prompt_logprobs)
+
+
+def token_logprob(found: StepLogprobs, place: int, token_id: int, num_top: int) -> TokenLogprob:
+    """Entry ``place`` of ``found``, which is ``token_id``'s, with the ``num_top`` likeliest beside it."""
+    return TokenLogprob(token_id=token_id, logprob=float(found.logprobs[place]), rank=int(found.ranks[place]),
+                        top_ids=tuple(found.top_ids[place, :num_top].tolist()),
+                        top_logprobs=tuple(found.top_logprobs[place, :num_top].tolist()))
 
 
 def plain_increments(request_ids: list[RequestId], token_ids: list[int]) -> list[Increment]:
@@ -45,6 +63,7 @@ def plain_increments(request_ids: list[RequestId], token_ids: list[int]) -> list
     set_id, set_tokens = made.id.__set__, made.token_ids.__set__
     set_reason, set_stop = made.finish_reason.__set__, made.stop_token_id.__set__
     set_error, set_cached = made.error.__set__, made.num_cached_tokens.__set__
+    set_logprobs, set_prompt_logprobs = made.logprobs.__set__, made.prompt_logprobs.__set__
     increments = []
     for request_id, token_id in zip(request_ids, token_ids, strict=True):
         increment = fresh(made)
@@ -54,5 +73,7 @@ def plain_increments(request_ids: list[RequestId], token_ids: list[int]) -> list
         set_stop(increment, None)
         set_error(increment, None)
         set_cached(increment, None)
+        set_logprobs(increment, ())
+        set_prompt_logprobs(increment, ())
         increments.append(increment)
     return cast("list[Increment]", increments)

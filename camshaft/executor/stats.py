@@ -13,15 +13,17 @@ class Counters:
 
     num_steps: int = 0
     num_context_tokens: int = 0
-    """Prompt tokens computed."""
+    """Prompt tokens computed; after a preemption, those of the prompt and the output that are computed again."""
     num_cached_tokens: int = 0
-    """Prompt tokens served from shared pages."""
+    """The same, served from shared pages."""
     num_generated_tokens: int = 0
     """Output tokens delivered."""
     num_finished: int = 0
     """Requests that ended with "stop" or "length"."""
     num_cancelled: int = 0
     num_failed: int = 0
+    num_preemptions: int = 0
+    """How often a running request gave its pages back, to be computed again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,14 @@ from camshaft.core.errors import InternalError
 from camshaft.core.ids import RequestId
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
-from camshaft.executor.messages import GenerationRequest, Increment, PrefixScope
+from camshaft.executor.messages import GenerationRequest, Increment, PrefixScope, TokenLogprob
 from camshaft.executor.request import ExecutorLimits, RequestSize
 from camshaft.runtime.step import RowSampling
-from camshaft.testing.fake_engine import FakeModelEngine, expected_tokens
+from camshaft.testing.fake_engine import FakeModelEngine
+from camshaft.testing.fake_logits import expected_logprobs, expected_tokens
 
 _SCOPE = PrefixScope(model="fake")
+_SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(RowSampling))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class RigConfig:
     vocab_size: int = 50
     block_reuse: bool = True
     partial_reuse: bool = True
+    max_logits_rows: int | None = None
+    """None: one for each of the batch's requests."""
     scheduler: SchedulerConfig = SchedulerConfig(max_batch_size=4, max_num_tokens=16, overlap_depth=0)  # noqa: RUF009 - frozen
 
 
@@ -49,6 +53,8 @@ class Told:
     num_after_final: int = 0
     """Increments that came after the final one; must stay 0."""
     num_cached_tokens: int | None = None
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
     @property
     def end(self) -> str | None:
@@ -64,13 +70,14 @@ class ExecutorRig:
 
     def __init__(self, config: RigConfig | None = None) -> None:
         self.config = cfg = config or RigConfig()
-        batch_size, max_num_tokens = cfg.scheduler.max_batch_size, cfg.scheduler.max_num_tokens
-        if batch_size is None or max_num_tokens is None:
-            raise InternalError("the rig needs a resolved scheduler configuration")
-        self.limits = ExecutorLimits(max_seq_len=cfg.max_seq_len, vocab_size=cfg.vocab_size)
-        self.engine = FakeModelEngine(num_pages=(cfg.num_pages,), page_size=cfg.page_size, num_rows=batch_size,
+        step = cfg.scheduler.step_limits()
+        max_logits_rows = cfg.max_logits_rows or step.max_batch_size
+        self.limits = ExecutorLimits(max_seq_len=cfg.max_seq_len, vocab_size=cfg.vocab_size,
+                                     max_logits_rows=max_logits_rows)
+        self.engine = FakeModelEngine(num_pages=(cfg.num_pages,), page_size=cfg.page_size, num_rows=step.max_batch_size,
                                       max_seq_len=cfg.max_seq_len, vocab_size=cfg.vocab_size,
-                                      max_num_tokens=max_num_tokens)
+                                      max_num_tokens=step.max_num_tokens)
+        self.engine.max_logits_rows = max_logits_rows
         life_cycle = LifeCycleSpec(kind="full", layers=(0,), num_kv_heads=1, head_dim=8, page_size=cfg.page_size,
                                    dtype="float32")
         self.kv = KVCacheManager((life_cycle,), (cfg.num_pages,), enable_block_reuse=cfg.block_reuse,
@@ -88,6 +95,8 @@ class ExecutorRig:
             told = self.told[increment.id]
             told.num_after_final += bool(told.finals)
             told.token_ids.extend(increment.token_ids)
+            told.logprobs.extend(increment.logprobs)
+            told.prompt_logprobs.extend(increment.prompt_logprobs)
             if increment.num_cached_tokens is not None:
                 told.num_cached_tokens = increment.num_cached_tokens
             if increment.finish_reason is not None or increment.error is not None:
@@ -95,11 +104,13 @@ class ExecutorRig:
 
     def request(self, prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (), min_tokens: int = 0,
                 temperature: float = 0.0, **fields: object) -> GenerationRequest:
-        """A request with the next id; ``fields`` replace further fields (scope, reuse)."""
+        """A request with the next id; ``fields`` replace further fields, of it (scope, reuse) or of its sampling."""
         stops = frozenset(stop)
         request_id = RequestId(next(self._ids))
         sampling = RowSampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=request_id, choice=0,
                                min_tokens=min_tokens, suppressed_token_ids=np.array(sorted(stops), np.int32))
+        edits = {name: fields.pop(name) for name in sorted(_SAMPLING_FIELDS & fields.keys())}
+        sampling = dataclasses.replace(sampling, **edits)  # type: ignore[arg-type]
         request = GenerationRequest(id=request_id, prompt_token_ids=np.array(prompt, np.int32), max_tokens=max_tokens,
                                     min_tokens=min_tokens, stop_token_ids=stops, sampling=sampling, scope=_SCOPE)
         return dataclasses.replace(request, **fields)  # type: ignore[arg-type]
@@ -149,6 +160,22 @@ class ExecutorRig:
             whole = told.end in ("stop", "length")
             if told.token_ids != (tokens if whole else tokens[:len(told.token_ids)]) or (whole and told.end != reason):
                 raise InternalError(f"request {request_id} got {told.token_ids} ({told.end}), not {tokens} ({reason})")
+            self._check_logprobs(request_id, told, whole)
+
+    def _check_logprobs(self, request_id: RequestId, told: Told, whole: bool) -> None:
+        request = self.requests[request_id]
+        prompt_len, sampling = len(request.prompt_token_ids), request.sampling
+        tokens = np.array([*request.prompt_token_ids, *told.token_ids], np.int32)
+        output: list[TokenLogprob] = []
+        if sampling.num_logprobs is not None:
+            output = expected_logprobs(tokens, prompt_len, sampling.num_logprobs, self.config.vocab_size)
+        prompt: list[TokenLogprob] = []
+        if sampling.num_prompt_logprobs is not None:
+            prompt = expected_logprobs(tokens[:prompt_len], 1, sampling.num_prompt_logprobs, self.config.vocab_size)
+        heard = told.prompt_logprobs
+        if told.logprobs != output or heard != (prompt if whole or told.token_ids else prompt[:len(heard)]):
+            raise InternalError(f"request {request_id} got log-probabilities {told.logprobs} and {heard}, "
+                                f"not {output} and {prompt}")
 
     def check_drained(self) -> None:
         """Nothing is held any more: every page is free or cached, every row is free. Raises InternalError."""

@@ -7,7 +7,8 @@ turns the exception into error increments). Needs numpy only. Public: policy and
 
 Rules beyond the content check: page 0 is never read or written; a page is written by one row at a time,
 from its first slot or after this row's own copy; a page that a row holds is not written by another;
-epochs, positions and output indices advance exactly.
+epochs, positions and output indices advance exactly; the history that arrives with a row is what the row feeds;
+logits rows stay within their bound.
 """
 
 from __future__ import annotations
@@ -15,60 +16,21 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 
 from camshaft.core.errors import InternalError
 from camshaft.runtime.step import (
     BoolArray,
-    Int32Array,
     Int64Array,
     PageUpdates,
     RowArrival,
-    RowSampling,
+    StepLogprobs,
     StepOutput,
     StepPlan,
 )
+from camshaft.testing.fake_logits import UInt64Array, picked_token, powers, prefix_hashes, step_logprobs
 
-UInt64Array = npt.NDArray[np.uint64]
-_BASE = 0x9E3779B97F4A7C15
-_WORD = 2**64 - 1
 _NO_PAGE = -1
-
-
-def _mix(value: int) -> int:
-    """Finaliser of splitmix64: spreads every input bit over the word."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
-    return value ^ (value >> 31)
-
-
-def _powers(count: int) -> UInt64Array:
-    """``_BASE ** i`` modulo 2**64 for i below ``count``."""
-    return np.cumprod(np.full(count, _BASE, dtype=np.uint64), dtype=np.uint64)
-
-
-def _sampled_token(prefix: int, index: int, sampling: RowSampling, vocab_size: int) -> int:
-    """The token after a history with hash ``prefix``: greedy depends on it alone, sampling on the seed too."""
-    key = prefix
-    if sampling.temperature > 0:
-        key ^= _mix((_mix(sampling.seed) + sampling.choice * _BASE + _mix(index + 1)) & _WORD)
-    token = _mix(key) % vocab_size
-    if index < sampling.min_tokens:
-        suppressed = set(sampling.suppressed_token_ids.tolist())
-        while token in suppressed and len(suppressed) < vocab_size:
-            token = (token + 1) % vocab_size
-    return token
-
-
-def expected_tokens(prompt: Int32Array, count: int, *, sampling: RowSampling, vocab_size: int) -> list[int]:
-    """The first ``count`` tokens that ``prompt`` yields when it runs alone."""
-    powers = _powers(len(prompt) + count)
-    prefix = int(((prompt.astype(np.uint64) + np.uint64(1)) * powers[:len(prompt)]).sum(dtype=np.uint64))
-    tokens: list[int] = []
-    for index in range(count):
-        tokens.append(_sampled_token(prefix, index, sampling, vocab_size))
-        prefix = (prefix + (tokens[-1] + 1) * int(powers[len(prompt) + index])) % 2**64
-    return tokens
+_UNKNOWN = -1
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,9 +74,10 @@ class FakeModelEngine:
     """Implements ``StepRunner``. ``num_pages`` counts the trash page, one entry a life cycle.
 
     ``fail_at`` may be set at any time: the step with that number raises RuntimeError, on ``submit`` or, with
-    ``fail_on_result``, from its handle. ``poison_rows`` holds rows whose next sample reports ``finite=False``.
-    ``spoiling_token`` is an id whose row writes NaN from then on, and in the whole chunk that holds it; who reads
-    NaN writes and samples NaN.
+    ``fail_on_result``, from its handle. ``poison_rows`` holds rows whose next sample reports ``finite=False``,
+    ``failing_processor_rows`` those whose next sample reports a failed logits processor. ``max_logits_rows`` bounds
+    what a step samples and scores. ``spoiling_token`` is an id whose row writes NaN from then on, and in the whole
+    chunk that holds it; who reads NaN writes and samples NaN.
     """
 
     def __init__(self, *, num_pages: tuple[int, ...], page_size: int, num_rows: int, max_seq_len: int,
@@ -123,9 +86,11 @@ class FakeModelEngine:
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
         self.max_num_tokens = max_num_tokens
+        self.max_logits_rows = 1 << 30
         self.fail_at: int | None = None
         self.fail_on_result = False
         self.poison_rows: set[int] = set()
+        self.failing_processor_rows: set[int] = set()
         self.spoiling_token: int | None = None
         self.violations: list[str] = []
         self.plans: int = 0
@@ -135,14 +100,14 @@ class FakeModelEngine:
                              np.zeros((pages, page_size), np.bool_), np.full(pages, -1), np.full(pages, -1),
                              np.full((num_rows, columns), _NO_PAGE), np.full((num_rows, columns), -1))
                        for pages in num_pages]
-        self._powers = _powers(max_seq_len)
+        self._powers = powers(max_seq_len)
         self._uid = np.full(num_rows, -1)
         self._epoch = np.full(num_rows, -1)
         self._length = np.full(num_rows, -1)
         self._num_output = np.zeros(num_rows, np.int64)
         self._last_token = np.full(num_rows, -1)
         self._history = np.zeros((num_rows, max_seq_len), np.uint64)
-        self._sampling: list[RowSampling | None] = [None] * num_rows
+        self._arrived: list[RowArrival | None] = [None] * num_rows
         self._arrivals = 0
         self._events = 0
         self._last_step = -1
@@ -194,8 +159,13 @@ class FakeModelEngine:
         self._require(arrival.epoch > self._epoch[row], f"row {row} arrives with old epoch {arrival.epoch}")
         self._arrivals += 1
         self._uid[row], self._epoch[row], self._length[row] = self._arrivals, arrival.epoch, -1
-        self._num_output[row], self._last_token[row] = 0, -1
-        self._sampling[row] = arrival.sampling
+        self._num_output[row], self._last_token[row] = _UNKNOWN, -1
+        self._arrived[row] = arrival
+        if arrival.sampling.needs_history:
+            self._require(0 < arrival.num_prompt_tokens <= len(arrival.history), f"row {row} arrives without history")
+            self._num_output[row] = len(arrival.history) - arrival.num_prompt_tokens
+        else:
+            self._require(not len(arrival.history), f"row {row} brings a history that nothing asks for")
         for pool in self._pools:
             pool.table[row] = _NO_PAGE
 
@@ -233,8 +203,10 @@ class FakeModelEngine:
         self._require(bool(plan.samples[generation].all()), "a generation row samples nothing")
         fed = self._last_token[rows] >= 0
         self._require(bool((fed == generation).all()), "generation rows are those that sampled before, and only those")
-        expected = self._num_output[rows][plan.samples]
-        self._require(bool((plan.output_indices[plan.samples] == expected).all()), "output indices are off")
+        expected, indices = self._num_output[rows][plan.samples], plan.output_indices[plan.samples]
+        self._require(bool(((indices == expected) | (expected == _UNKNOWN) & (indices >= 0)).all()),
+                      "output indices are off")
+        self._check_scores(plan)
 
     def _adopt_prefix(self, row: int, start: int) -> None:
         """Take over what the row's shared or copied pages hold; it must be one coherent sequence."""
@@ -297,20 +269,75 @@ class FakeModelEngine:
                    & (pool.writer[pages] != self._uid[rows][:, None]))
         self._require(not (foreign & mask).any(), "a page was written by another row while this one held it")
 
+    def _check_scores(self, plan: StepPlan) -> None:
+        lens, targets = plan.score_lens, plan.score_targets
+        num_scores = 0 if lens is None else int(lens.sum())
+        self._require(num_scores + int(plan.samples.sum()) <= self.max_logits_rows, "more logits rows than there are")
+        if lens is None or targets is None:
+            self._require(lens is None and targets is None, "scores without lengths or without targets")
+            return
+        self._require(len(lens) == plan.num_rows and len(targets) == num_scores, "scores do not add up")
+        self._require(bool(((lens >= 0) & (lens <= plan.query_lens - plan.samples)).all()), f"score_lens {lens}")
+        firsts = np.cumsum(plan.query_lens) - plan.query_lens - plan.num_generation
+        firsts_scored = np.cumsum(lens) - lens
+        for place in np.flatnonzero(lens).tolist():
+            fed = plan.context_token_ids[firsts[place]:firsts[place] + plan.query_lens[place]]
+            wanted = targets[firsts_scored[place]:firsts_scored[place] + lens[place]]
+            arrival = self._arrived[plan.rows[place]]
+            self._require(arrival is not None and arrival.sampling.num_prompt_logprobs is not None,
+                          f"row {plan.rows[place]} is scored and did not ask for it")
+            known = min(len(fed) - 1, len(wanted))
+            self._require(bool((wanted[:known] == fed[1:known + 1]).all()), "a score's target is not the next token")
+
+    def _prefix(self, row: int, position: int) -> int:
+        return int(self._history[row, position])
+
+    def _check_history(self, row: int) -> None:
+        """At a row's first sample: what it has fed is what arrived as its history."""
+        arrival = self._arrived[row]
+        if arrival is not None and arrival.sampling.needs_history and self._last_token[row] < 0:
+            self._require(len(arrival.history) == self._length[row] and
+                          int(prefix_hashes(arrival.history)[-1]) == self._prefix(row, int(self._length[row]) - 1),
+                          f"the history of row {row} is not what it fed")
+
     def _sample(self, plan: StepPlan, rows: Int64Array) -> StepOutput:
-        sampled = rows[plan.samples]
+        sampled, indices = rows[plan.samples], plan.output_indices[plan.samples]
         tokens = np.zeros(len(sampled), np.int32)
-        finite = ~np.isin(sampled, self._reads_spoiled(rows, self._length[rows]))
-        for place, (row, index) in enumerate(zip(sampled.tolist(), plan.output_indices[plan.samples].tolist(),
-                                                 strict=True)):
-            sampling = self._sampling[row]
-            assert sampling is not None
-            prefix = int(self._history[row, self._length[row] - 1])
-            tokens[place] = _sampled_token(prefix, index, sampling, self.vocab_size)
+        spoiled = self._reads_spoiled(rows, self._length[rows])
+        finite = ~np.isin(sampled, spoiled)
+        prefixes: list[int] = []
+        failures: list[tuple[int, Exception]] = []
+        num_top: list[int] = []
+        for place, (row, index) in enumerate(zip(sampled.tolist(), indices.tolist(), strict=True)):
+            arrival = self._arrived[row]
+            assert arrival is not None
+            self._check_history(row)
+            prefixes.append(self._prefix(row, int(self._length[row]) - 1))
+            tokens[place] = picked_token(prefixes[-1], index, arrival.sampling, self.vocab_size,
+                                         arrival.num_prompt_tokens)
+            if arrival.sampling.num_logprobs is not None:
+                num_top.append(arrival.sampling.num_logprobs)
             if row in self.poison_rows:
                 self.poison_rows.discard(row)
                 finite[place] = False
+            if row in self.failing_processor_rows:
+                self.failing_processor_rows.discard(row)
+                tokens[place] = 0
+                failures.append((place, RuntimeError(f"injected failure of row {row}'s processor")))
         self._last_token[sampled] = tokens
-        self._num_output[sampled] += 1
+        self._num_output[sampled] = indices + 1
+        logprobs = step_logprobs(prefixes, tokens.tolist(), finite, max(num_top), self.vocab_size) if num_top else None
         return StepOutput(step=plan.step, rows=plan.rows[plan.samples], epochs=plan.epochs[plan.samples],
-                          token_ids=tokens, finite=finite)
+                          token_ids=tokens, finite=finite, logprobs=logprobs, scores=self._score(plan, spoiled),
+                          failures=tuple(failures))
+
+    def _score(self, plan: StepPlan, spoiled: Int64Array) -> StepLogprobs | None:
+        lens, targets = plan.score_lens, plan.score_targets
+        if lens is None or targets is None:
+            return None
+        rows = np.repeat(plan.rows, lens)
+        positions = np.arange(len(rows)) - np.repeat(np.cumsum(lens) - lens - plan.start_positions, lens)
+        asked = [arrival.sampling.num_prompt_logprobs or 0 for row in plan.rows[lens > 0].tolist()
+                 if (arrival := self._arrived[row]) is not None]
+        prefixes = self._history[rows, positions].tolist()
+        return step_logprobs(prefixes, targets.tolist(), ~np.isin(rows, spoiled), max(asked), self.vocab_size)

@@ -4,8 +4,8 @@ import pytest
 
 from camshaft.config.runtime import SchedulerConfig
 from camshaft.core.errors import UserError
-from camshaft.executor.capacity import CAPACITY_POLICIES, CapacityScheduler, GuaranteedNoEvict
 from camshaft.executor.messages import PrefixScope
+from camshaft.executor.policies.base import CAPACITY_POLICIES, CapacityPolicy, load_policies
 from camshaft.testing.executor_rig import ExecutorRig, RigConfig
 
 PROMPT = list(range(12))  # three pages of four
@@ -86,7 +86,7 @@ def test_pages_that_a_match_would_pin_count_as_taken():
     rig = rig_of(num_pages=8)
     rig.add(PROMPT, 1)
     rig.run()  # three pages stay cached, four are free
-    assert rig.kv.available_pages() == 7
+    assert rig.kv.available_pages().tolist() == [7]
     rig.add([30], 16)  # 4 pages: three cached pages are left
     step(rig)
     rig.add([*PROMPT, 9], 8)  # 3 cached, to be pinned, and 2 more: there is no room for those
@@ -155,9 +155,9 @@ def test_a_refused_head_enters_as_soon_as_one_of_several_ends(depth):
 
 
 def test_a_policy_is_a_class_under_a_name(monkeypatch):
-    class OneAtATime(CapacityScheduler):
-        def has_room(self, demand, running):
-            return running.num_used == 0
+    class OneAtATime(CapacityPolicy):
+        def admits(self, demand, load):
+            return load.num_rows == 0
 
     monkeypatch.setitem(CAPACITY_POLICIES._entries, "one_at_a_time", OneAtATime)
     rig = rig_of(policy="one_at_a_time")
@@ -168,7 +168,10 @@ def test_a_policy_is_a_class_under_a_name(monkeypatch):
     finish(rig)
 
 
-def test_the_default_policy_is_registered_and_unknown_names_are_loud():
-    assert CAPACITY_POLICIES.get("guaranteed_no_evict") is GuaranteedNoEvict
+def test_the_policies_are_the_files_of_their_folder_and_unknown_names_are_loud():
+    names = load_policies()
+    assert names.capacity == ("guaranteed_no_evict", "max_utilization", "static_batch")
+    assert names.queue == ("fcfs", "priority")
+    assert names.chunking == ("equal_progress", "first_come_first_served")
     with pytest.raises(UserError, match="guaranteed_no_evict"):
         CAPACITY_POLICIES.get("guaranteed_no_evicts")

@@ -18,8 +18,8 @@ from camshaft.core.errors import (
     UserError,
 )
 from camshaft.core.ids import RequestId
-from camshaft.executor.capacity import CAPACITY_POLICIES
 from camshaft.executor.loop import Executor
+from camshaft.executor.policies.base import CAPACITY_POLICIES, load_policies
 from camshaft.testing.executor_rig import ExecutorRig, RigConfig, Told
 
 
@@ -329,10 +329,14 @@ def test_shutdown_without_a_thread_cancels_what_is_live(depth):
 
 def started(rig):
     """An executor on its own thread, its increments in a queue."""
-    news = queue.SimpleQueue()
-    executor = Executor(rig.engine, rig.kv, limits=rig.limits, scheduler=rig.config.scheduler, sink=news.put)
+    executor, news = unstarted(rig)
     executor.start()
     return executor, news
+
+
+def unstarted(rig):
+    news = queue.SimpleQueue()
+    return Executor(rig.engine, rig.kv, limits=rig.limits, scheduler=rig.config.scheduler, sink=news.put), news
 
 
 def wait_for_ends(rig, news, count):
@@ -393,9 +397,10 @@ def test_thread_sleeps_idle_and_wakes_for_the_next_request(depth):
 def test_thread_failure_reaches_every_request_and_shutdown_returns(depth):
     rig = rig_of(depth=depth, batch=1)
     rig.engine.fail_at = 3
-    executor, news = started(rig)
+    executor, news = unstarted(rig)
     for start in range(3):
         register(rig, executor, [start], 30)
+    executor.start()
     wait_for_ends(rig, news, 3)
     executor.shutdown()
     assert {told.end for told in rig.told.values()} == {"EngineDeadError"}
@@ -446,6 +451,7 @@ def test_scheduler_configuration_resolves_against_the_engine():
 
 
 def test_a_policy_is_whatever_is_registered_and_nothing_else():
+    load_policies()
     assert SchedulerConfig().capacity_policy in CAPACITY_POLICIES.names()
     scheduler = SchedulerConfig(max_batch_size=4, max_num_tokens=16, overlap_depth=0, capacity_policy="first_of_mine")
     with pytest.raises(UserError, match="guaranteed_no_evict") as refused:

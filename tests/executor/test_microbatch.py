@@ -11,7 +11,8 @@ from camshaft.core.ids import RequestId
 from camshaft.executor.messages import Increment
 from camshaft.executor.microbatch import MicroBatchScheduler
 from camshaft.executor.output import plain_increments
-from camshaft.executor.table import DRAINING, RequestTable
+from camshaft.executor.table import DRAINING, RequestTable, RowNeeds
+from camshaft.executor.waiting import WaitingRequest
 from camshaft.testing.executor_rig import ExecutorRig, RigConfig
 
 
@@ -181,12 +182,15 @@ def test_unresolved_or_starving_limits_are_refused(config):
 def test_table_gives_a_row_back_once_and_only_when_it_is_idle():
     bench = Bench()
     table = RequestTable(num_rows=2, max_seq_len=8)
-    row = table.occupy(bench.rig.request([1, 2], 3), output_limit=3, num_cached=0, held_pages=0, worst_pages=1)
-    assert table.outstanding_pages() == 1
+    request = bench.rig.request([1, 2], 3)
+    pages = np.ones(1, np.int32)
+    row = table.occupy(WaitingRequest(request=request, precedence=0, arrival=1, token_ids=request.prompt_token_ids),
+                       RowNeeds(output_limit=3, worst_tokens=4, worst_pages=pages, soon_pages=pages), num_cached=0)
     with pytest.raises(InternalError, match="freed"):
         table.free(row)
+    assert table.running_rows().tolist() == [row]
     table.drain(row)
-    assert table.outstanding_pages() == 0
+    assert table.running_rows().tolist() == []
     table.in_flight[row] = 1
     with pytest.raises(InternalError, match="in flight"):
         table.free(row)

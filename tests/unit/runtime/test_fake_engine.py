@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from camshaft.core.errors import InternalError
-from camshaft.testing.fake_engine import FakeModelEngine, expected_tokens
+from camshaft.testing.fake_engine import FakeModelEngine
+from camshaft.testing.fake_logits import expected_tokens
 from tests.unit.runtime.plans import arrival, ints, plan, sampling
 
 V = 50
