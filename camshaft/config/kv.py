@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from camshaft.core.errors import InternalError
-
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -38,7 +36,7 @@ class LifeCycleSpec:
         sound = {"window": self.window is not None and self.window >= 1 and self.sinks >= 0,
                  "full": self.window is None and not self.sinks}
         if not sound.get(self.kind, True):
-            raise InternalError(f"a life cycle {self.kind!r} with window {self.window} and {self.sinks} sinks")
+            raise ValueError(f"a life cycle {self.kind!r} with window {self.window} and {self.sinks} sinks")
 
     @property
     def page_bytes(self) -> int:
