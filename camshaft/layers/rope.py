@@ -73,9 +73,9 @@ def _llama3(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Llama 3.1 (model card): wavelengths above ``original_max_position / low_freq_factor`` are ``factor`` times as
     long, those below ``original_max_position / high_freq_factor`` stay, with a blend in between."""
     plain = _plain(rope.theta, head_dim)
-    turns = rope.original_max_position * plain / (2 * math.pi)
+    turns = rope.original_max_position / (2 * math.pi / plain)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-    return keep * plain + (1.0 - keep) * plain / rope.factor
+    return (1 - keep) * plain / rope.factor + keep * plain
 
 
 _FREQUENCIES: tuple[tuple[str, Callable[[RopeConfig, int], torch.Tensor]], ...] = (
