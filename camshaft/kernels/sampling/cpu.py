@@ -98,20 +98,29 @@ def native_logprobs(library: ctypes.CDLL) -> Callable[..., tuple[torch.Tensor, .
 
 @logprobs_op.impl("top_only", device="any", rank=0)
 def logprobs_top_only(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """Counts ranks instead of sorting; the likeliest are found by keys in which the lower id wins a tie."""
+    """Counts ranks, and orders no more than the likeliest."""
     values = logits.float()
-    best = values.amax(dim=1)
-    finite = torch.isfinite(best)
-    values = values.masked_fill(~finite[:, None], 0.0)
-    normaliser = values.double().logsumexp(dim=1, keepdim=True)
-    ids = torch.arange(values.shape[1], device=values.device)
-    chosen = values.gather(1, targets[:, None])
-    before = (values > chosen) | ((values == chosen) & (ids < targets[:, None]))
-    bits = (values + 0.0).view(torch.int32).long()  # adding 0 makes -0 the same as 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    top_ids = (ordered * (1 << 31) - ids).topk(num_top, dim=1).indices
-    top = values.gather(1, top_ids).double() - normaliser
-    ranks = (1 + before.sum(dim=1)).masked_fill(~finite, 0)
+    finite = torch.isfinite(values.amax(dim=1))
     broken = ~finite[:, None]
-    return ((chosen - normaliser)[:, 0].float().masked_fill(~finite, 0.0), ranks, top_ids.masked_fill(broken, 0),
-            top.float().masked_fill(broken, 0.0), finite)
+    values = values.masked_fill(broken, 0.0)
+    normaliser = torch.logsumexp(values, dim=1, keepdim=True).double()
+    chosen = values.gather(1, targets[:, None])
+    ids = torch.arange(values.shape[1], device=values.device)
+    ranks = 1 + (values > chosen).sum(dim=1) + ((values == chosen) & (ids < targets[:, None])).sum(dim=1)
+    top_ids = _likeliest(values, num_top)
+    top = values.gather(1, top_ids) - normaliser
+    return ((chosen - normaliser)[:, 0].float().masked_fill(~finite, 0.0), ranks.masked_fill(~finite, 0),
+            top_ids.masked_fill(broken, 0), top.float().masked_fill(broken, 0.0), finite)
+
+
+def _likeliest(values: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Ids [M, num_top] of the largest values [M, V], lower ids first among equals, which ``topk`` leaves open."""
+    rows = values.shape[0]
+    if num_top == 0 or rows == 0:
+        return torch.empty((rows, num_top), dtype=torch.int64, device=values.device)
+    least = values.topk(num_top, dim=1).values[:, -1:]
+    above, level = values > least, values == least
+    kept = above | (level & (level.cumsum(1, dtype=torch.int32) <= num_top - above.sum(dim=1, keepdim=True)))
+    ids = kept.nonzero()[:, 1].view(rows, num_top)
+    order = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)
