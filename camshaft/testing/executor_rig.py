@@ -33,7 +33,9 @@ class RigConfig:
     """Sizes of a rig; small enough that every limit is met often."""
 
     num_pages: int = 33
-    """Of the one life cycle, trash page included."""
+    """Of each life cycle, trash page included."""
+    windows: tuple[tuple[int | None, int], ...] = ((None, 0),)
+    """(window, sinks) of each life cycle."""
     page_size: int = 4
     max_seq_len: int = 64
     vocab_size: int = 50
@@ -74,13 +76,16 @@ class ExecutorRig:
         max_logits_rows = cfg.max_logits_rows or step.max_batch_size
         self.limits = ExecutorLimits(max_seq_len=cfg.max_seq_len, vocab_size=cfg.vocab_size,
                                      max_logits_rows=max_logits_rows)
-        self.engine = FakeModelEngine(num_pages=(cfg.num_pages,), page_size=cfg.page_size, num_rows=step.max_batch_size,
+        life_cycles = tuple(
+            LifeCycleSpec(kind="full" if window is None else "window", layers=(layer,), num_kv_heads=1, head_dim=8,
+                          page_size=cfg.page_size, dtype="float32", window=window, sinks=sinks)
+            for layer, (window, sinks) in enumerate(cfg.windows))
+        num_pages = (cfg.num_pages,) * len(life_cycles)
+        self.engine = FakeModelEngine(life_cycles=life_cycles, num_pages=num_pages, num_rows=step.max_batch_size,
                                       max_seq_len=cfg.max_seq_len, vocab_size=cfg.vocab_size,
                                       max_num_tokens=step.max_num_tokens)
         self.engine.max_logits_rows = max_logits_rows
-        life_cycle = LifeCycleSpec(kind="full", layers=(0,), num_kv_heads=1, head_dim=8, page_size=cfg.page_size,
-                                   dtype="float32")
-        self.kv = KVCacheManager((life_cycle,), (cfg.num_pages,), enable_block_reuse=cfg.block_reuse,
+        self.kv = KVCacheManager(life_cycles, num_pages, enable_block_reuse=cfg.block_reuse,
                                  enable_partial_reuse=cfg.partial_reuse)
         self.executor = Executor(self.engine, self.kv, limits=self.limits, scheduler=cfg.scheduler, sink=self.hear)
         self.told: dict[RequestId, Told] = {}
@@ -174,8 +179,10 @@ class ExecutorRig:
             prompt = expected_logprobs(tokens[:prompt_len], 1, sampling.num_prompt_logprobs, self.config.vocab_size)
         heard = told.prompt_logprobs
         if told.logprobs != output or heard != (prompt if whole or told.token_ids else prompt[:len(heard)]):
-            raise InternalError(f"request {request_id} got log-probabilities {told.logprobs} and {heard}, "
-                                f"not {output} and {prompt}")
+            wrong = [pair for pair in itertools.zip_longest([*heard, *told.logprobs], [*prompt, *output])
+                     if pair[0] != pair[1]]
+            raise InternalError(f"request {request_id} got {len(heard)} scores and {len(told.logprobs)} "
+                                f"log-probabilities, not {len(prompt)} and {len(output)}: {wrong[:1]}")
 
     def check_drained(self) -> None:
         """Nothing is held any more: every page is free or cached, every row is free. Raises InternalError."""

@@ -17,6 +17,7 @@ import dataclasses
 
 import numpy as np
 
+from camshaft.config.kv import LifeCycleSpec
 from camshaft.core.errors import InternalError
 from camshaft.runtime.step import (
     BoolArray,
@@ -68,11 +69,23 @@ class _Pool:
     """[rows, columns]"""
     acquired_at: Int64Array
     """[rows, columns] event number of the table entry."""
+    window: int | None
+    sinks: int
+
+    def reach(self, readers: Int64Array, stops: Int64Array) -> BoolArray:
+        """[rows, positions below the last stop] what a row's tokens from position ``reader`` to ``stop`` read."""
+        positions = np.arange(int(stops.max()))
+        read = positions < stops[:, None]
+        if self.window is not None:
+            read &= (positions > readers[:, None] - self.window) | (positions < self.sinks)
+        return read
 
 
 class FakeModelEngine:
-    """Implements ``StepRunner``. ``num_pages`` counts the trash page, one entry a life cycle.
+    """Implements ``StepRunner``. ``num_pages`` counts the trash page, one entry a life cycle, as ``life_cycles`` has.
 
+    A row's reads are checked where its life cycles reach. One of them must reach back a token at least: that is how a
+    row knows what its shared pages stand for.
     ``fail_at`` may be set at any time: the step with that number raises RuntimeError, on ``submit`` or, with
     ``fail_on_result``, from its handle. ``poison_rows`` holds rows whose next sample reports ``finite=False``,
     ``failing_processor_rows`` those whose next sample reports a failed logits processor. ``max_logits_rows`` bounds
@@ -80,9 +93,10 @@ class FakeModelEngine:
     chunk that holds it; who reads NaN writes and samples NaN.
     """
 
-    def __init__(self, *, num_pages: tuple[int, ...], page_size: int, num_rows: int, max_seq_len: int,
-                 vocab_size: int, max_num_tokens: int = 1 << 30) -> None:
-        self.page_size = page_size
+    def __init__(self, *, life_cycles: tuple[LifeCycleSpec, ...], num_pages: tuple[int, ...], num_rows: int,
+                 max_seq_len: int, vocab_size: int, max_num_tokens: int = 1 << 30) -> None:
+        page_size = self.page_size = life_cycles[0].page_size
+        self._require(any(spec.window is None or spec.window > 1 for spec in life_cycles), "no token sees another")
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
         self.max_num_tokens = max_num_tokens
@@ -98,8 +112,9 @@ class FakeModelEngine:
         columns = -(-max_seq_len // page_size)
         self._pools = [_Pool(np.zeros((pages, page_size), np.uint64), np.full((pages, page_size), -1),
                              np.zeros((pages, page_size), np.bool_), np.full(pages, -1), np.full(pages, -1),
-                             np.full((num_rows, columns), _NO_PAGE), np.full((num_rows, columns), -1))
-                       for pages in num_pages]
+                             np.full((num_rows, columns), _NO_PAGE), np.full((num_rows, columns), -1), spec.window,
+                             spec.sinks)
+                       for spec, pages in zip(life_cycles, num_pages, strict=True)]
         self._powers = powers(max_seq_len)
         self._uid = np.full(num_rows, -1)
         self._epoch = np.full(num_rows, -1)
@@ -146,7 +161,7 @@ class FakeModelEngine:
         self._events += 1
         self._write(rows, starts, lens, tokens)
         for pool in self._pools:
-            self._check_reads(pool, rows, starts + lens)
+            self._check_reads(pool, rows, starts, starts + lens)
         return self._sample(plan, rows)
 
     def _require(self, holds: bool, rule: str) -> None:
@@ -210,16 +225,22 @@ class FakeModelEngine:
 
     def _adopt_prefix(self, row: int, start: int) -> None:
         """Take over what the row's shared or copied pages hold; it must be one coherent sequence."""
-        positions = np.arange(start)
-        for pool in self._pools:
-            pages = pool.table[row, positions // self.page_size]
+        known = np.zeros(start, np.bool_)
+        for pool in self._pools if start else ():
+            positions = np.flatnonzero(pool.reach(np.array([start]), np.array([start]))[0])
+            pages, slots = pool.table[row, positions // self.page_size], positions % self.page_size
             self._require(bool((pages > 0).all()), f"row {row} starts at {start} without pages for its prefix")
-            slots = positions % self.page_size
             tokens, prefix = pool.token[pages, slots], pool.prefix[pages, slots]
             self._require(bool((tokens >= 0).all()), f"row {row} shares a slot that was never written")
-            steps = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * self._powers[:start], dtype=np.uint64)
-            self._require(bool((steps == prefix).all()), f"row {row} shares pages of different sequences")
-            self._history[row, :start] = prefix
+            steps = (tokens.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
+            before = np.concatenate([np.zeros(1, np.uint64), prefix[:-1]])
+            after_another = np.diff(positions, prepend=-1) == 1
+            self._require(bool((prefix == before + steps)[after_another].all()),
+                          f"row {row} shares pages of different sequences")
+            self._require(bool((self._history[row, positions] == prefix)[known[positions]].all()),
+                          f"row {row} shares different sequences in its life cycles")
+            self._history[row, positions], known[positions] = prefix, True
+        self._require(bool(known[-1:].all()), f"row {row} does not know its last token")
         self._length[row] = start
 
     def _write(self, rows: Int64Array, starts: Int64Array, lens: Int64Array, tokens: Int64Array) -> None:
@@ -233,7 +254,7 @@ class FakeModelEngine:
         self._history[row_of, positions] = prefix
         self._length[rows] += lens
         slots = positions % self.page_size
-        spoiling = np.concatenate([row_of[tokens == self.spoiling_token], self._reads_spoiled(rows, starts)])
+        spoiling = np.concatenate([row_of[tokens == self.spoiling_token], self._reads_spoiled(rows, starts, starts)])
         spoiled = np.isin(row_of, spoiling)
         for pool in self._pools:
             pages = pool.table[row_of, positions // self.page_size]
@@ -247,18 +268,18 @@ class FakeModelEngine:
             pool.spoiled[pages, slots] = spoiled
             pool.writer[touched], pool.written_at[touched] = self._uid[row_of[first]], self._events
 
-    def _reads_spoiled(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
-        """Those of ``rows`` with NaN among their first ``lengths`` tokens."""
-        positions = np.arange(int(lengths.max()))
+    def _reads_spoiled(self, rows: Int64Array, readers: Int64Array, stops: Int64Array) -> Int64Array:
+        """Those of ``rows`` whose tokens from ``readers`` on read NaN below ``stops``."""
+        positions = np.arange(int(stops.max()))
         found = np.zeros(len(rows), np.bool_)
         for pool in self._pools if self.spoiling_token is not None else ():
             pages = pool.table[rows][:, positions // self.page_size]
-            found |= (pool.spoiled[pages, positions % self.page_size] & (positions < lengths[:, None])).any(axis=1)
+            found |= (pool.spoiled[pages, positions % self.page_size] & pool.reach(readers, stops)).any(axis=1)
         return rows[found]
 
-    def _check_reads(self, pool: _Pool, rows: Int64Array, lengths: Int64Array) -> None:
-        positions = np.arange(int(lengths.max()))
-        mask = positions < lengths[:, None]
+    def _check_reads(self, pool: _Pool, rows: Int64Array, starts: Int64Array, lengths: Int64Array) -> None:
+        mask = pool.reach(starts, lengths)
+        positions = np.arange(mask.shape[1])
         columns = positions // self.page_size
         pages = pool.table[rows][:, columns]
         self._require(bool((pages[mask] > 0).all()), "a row reads a page it does not hold")
@@ -303,7 +324,7 @@ class FakeModelEngine:
     def _sample(self, plan: StepPlan, rows: Int64Array) -> StepOutput:
         sampled, indices = rows[plan.samples], plan.output_indices[plan.samples]
         tokens = np.zeros(len(sampled), np.int32)
-        spoiled = self._reads_spoiled(rows, self._length[rows])
+        spoiled = self._reads_spoiled(rows, self._length[rows] - 1, self._length[rows])
         finite = ~np.isin(sampled, spoiled)
         prefixes: list[int] = []
         failures: list[tuple[int, Exception]] = []

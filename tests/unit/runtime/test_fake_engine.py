@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from camshaft.config.kv import LifeCycleSpec
 from camshaft.core.errors import InternalError
 from camshaft.testing.fake_engine import FakeModelEngine
 from camshaft.testing.fake_logits import expected_tokens
@@ -11,8 +12,11 @@ from tests.unit.runtime.plans import arrival, ints, plan, sampling
 V = 50
 
 
+FULL = LifeCycleSpec(kind="full", layers=(0,), num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+
+
 def engine(**changes):
-    sizes = dict(num_pages=(12,), page_size=4, num_rows=4, max_seq_len=32, vocab_size=V)
+    sizes = dict(life_cycles=(FULL,), num_pages=(12,), num_rows=4, max_seq_len=32, vocab_size=V)
     return FakeModelEngine(**{**sizes, **changes})
 
 
