@@ -136,6 +136,8 @@ class Landing:
         special = (verdicts != CONTINUE) | ~table.is_told[rows]
         if out.logprobs is not None:
             special |= table.wants_logprobs[rows]
+        if scores:
+            special |= np.isin(rows, list(scores))
         increments = []
         for place in np.flatnonzero(special).tolist():
             row, verdict = int(rows[place]), int(verdicts[place])
