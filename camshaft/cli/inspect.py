@@ -1,27 +1,46 @@
-"""``camshaft inspect``: what an engine holds, what was fused, which kernels run and why."""
+"""``camshaft inspect``: what an engine holds, what was fused, which kernels run and why; what a model needs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from camshaft.cli.memory import MemoryConfig, inspect_memory
+from camshaft.cli.options import pick, with_options
+from camshaft.config.build import BuildConfig
+from camshaft.config.runtime import KvCacheConfig
 from camshaft.core.errors import UserError
 
 if TYPE_CHECKING:
     from camshaft.engine.artifact import Engine
 
 
-def inspect(engine: Annotated[Path, typer.Argument(help="Engine folder.")],
+@with_options(MemoryConfig, BuildConfig, kv=KvCacheConfig)
+def inspect(model: Annotated[str, typer.Argument(help="Engine folder; with --memory also a model folder, .gguf file or "
+                                                      "hub id, of which only headers are read.")],
             verify: Annotated[bool, typer.Option("--verify", help="Check the SHA-256 or CRC-32 of each part.")] = False,
             graph: Annotated[bool, typer.Option("--graph", help="Print the graph.")] = False,
-            as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False) -> None:
-    """Show an engine: model, limits, passes, kernels, bytes."""
-    asked = [flag for flag, wanted in (("--verify", verify), ("--graph", graph), ("--json", as_json)) if wanted]
+            memory: Annotated[bool, typer.Option("--memory", help="Say what fits into this machine, or into "
+                                                 "--device-memory; exit code 1 where nothing does. All options below "
+                                                 "belong to it.")] = False,
+            as_json: Annotated[bool, typer.Option("--json", help="Print the manifest, or what --memory finds, as "
+                                                                 "JSON.")] = False, **given: Any) -> None:
+    """Show an engine: model, limits, passes, kernels, bytes; or what a model needs."""
+    asked = [flag for flag, wanted in (("--verify", verify), ("--graph", graph),
+                                       ("--memory" if memory else "--json", memory or as_json)) if wanted]
     if len(asked) > 1:
-        raise UserError("options", " ".join(asked), "one of --verify, --graph and --json at a time")
+        raise UserError("options", " ".join(asked), "one of --verify, --graph, --memory and --json at a time, or "
+                        "--memory with --json")
+    if memory:
+        inspect_memory(model, pick(MemoryConfig, given), pick(BuildConfig, given), pick(KvCacheConfig, given, "kv_"),
+                       as_json=as_json)
+        return
+    if given:
+        raise UserError("options", ", ".join(sorted(given)), "--memory beside them", "Leave them out, or add it")
+    engine = Path(model)
     from camshaft.engine.artifact import Engine, is_engine_folder
 
     if not is_engine_folder(engine):
@@ -58,7 +77,6 @@ def _print_report(engine: Engine) -> None:
 
     manifest, console = engine.manifest, Console(highlight=False)
     model, build = manifest.model, manifest.build
-    num_bytes = sum(tensor.nbytes for tensor in engine.tensors().values())
     facts = Table("engine", "", title=None, show_header=False, box=None)
     for name, value in (
         ("model", f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size}, "
@@ -68,7 +86,7 @@ def _print_report(engine: Engine) -> None:
         ("device", f"{manifest.device.kind} with {', '.join(manifest.device.features) or 'no special features'}"),
         ("limits", f"{build.max_batch_size} requests, {build.max_seq_len} tokens a sequence, "
                    f"{build.max_num_tokens} tokens a step"),
-        ("weights", f"{num_bytes / 1e6:.1f} MB of {build.dtype} in {len(manifest.tensors)} tensors"),
+        ("weights", f"{_weights(engine)} in {len(manifest.tensors)} tensors"),
         ("KV page", f"{build.page_size} tokens, {sum(c.page_bytes for c in manifest.life_cycles) / 1e3:.1f} kB"),
         ("activations", f"at most {manifest.activation_peak_bytes / 1e6:.1f} MB"),
     ):
@@ -82,3 +100,13 @@ def _print_report(engine: Engine) -> None:
     for row in manifest.kernels:
         kernels.add_row(row["op"], row["kernel"], str(row["count"]), row["why"])
     console.print(kernels)
+
+
+def _weights(engine: Engine) -> str:
+    """Bytes a type, most first."""
+    sizes: dict[str, int] = {}
+    for tensor in engine.tensors().values():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + tensor.nbytes
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return " + ".join(f"{size / 1e6:.1f} MB of {dtype}" for dtype, size in ordered)

@@ -6,7 +6,11 @@ pickles), and the words for everything that can go wrong there. What lies at the
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from camshaft.core.errors import ModelNotFoundError
 ALLOWED_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
                  "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What is downloaded of a repository: every file that a folder is read from."""
+_DESCRIPTIONS = ("config.json", "generation_config.json", "*.safetensors.index.json")
 _IGNORED_FILES = ("*/*", "consolidated*")  # other copies of the same weights
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json", ".engine")
@@ -29,6 +34,60 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
     ``revision`` is a branch, tag or commit of the hub; ``token`` stands in for HF_TOKEN. With HF_HUB_OFFLINE set
     only the hub's local cache is asked. Raises ModelNotFoundError in words.
     """
+    path = _local(name, revision)
+    if path is not None:
+        return path
+    folder = _download(str(name), ALLOWED_FILES, revision, token, show_progress)
+    _check_complete(str(name), folder)
+    return folder
+
+
+def resolve_headers(name: str | Path, scratch: Path, *, revision: str | None = None, token: str | None = None) -> Path:
+    """As :func:`resolve_model` where only sizes matter: of a hub model that is not cached whole nothing but
+    config.json and the headers of its weights is fetched, into a folder in ``scratch`` whose files are as long as the
+    real ones and empty beyond their headers (they take no room on disk)."""
+    path = _local(name, revision)
+    if path is not None:
+        return path
+    repo = str(name)
+    cached = cached_model(repo) if revision is None else None
+    if cached is not None:
+        return cached
+    source = _download(repo, _DESCRIPTIONS, revision, token, show_progress=False)
+    try:
+        _fetch_headers(repo, source, scratch, revision, token)
+    except hub_failures() as error:
+        raise _explained(repo, revision, error) from error
+    _check_complete(repo, scratch)
+    return scratch
+
+
+def _fetch_headers(repo: str, source: Path, target: Path, revision: str | None, token: str | None) -> None:
+    """Write the description files of ``source`` and hollow copies of the repository's weight files to ``target``."""
+    from huggingface_hub import HfApi
+
+    from camshaft.frontend.safetensors_files import INDEX_FILE
+
+    for file in source.iterdir():
+        if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in _DESCRIPTIONS):
+            shutil.copyfile(file, target / file.name)
+    index = target / INDEX_FILE
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.exists() else [
+        "model.safetensors"]
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{INDEX_FILE} names the file {name!r}")
+        found = HfApi().parse_safetensors_file_metadata(repo, name, revision=revision, token=token)
+        tensors = {tensor: {"dtype": info.dtype, "shape": info.shape, "data_offsets": info.data_offsets}
+                   for tensor, info in found.tensors.items()}
+        header = json.dumps(tensors).encode()
+        with (target / name).open("wb") as hollow:
+            hollow.write(len(header).to_bytes(8, "little") + header)
+            hollow.truncate(8 + len(header) + max((info.data_offsets[1] for info in found.tensors.values()), default=0))
+
+
+def _local(name: str | Path, revision: str | None) -> Path | None:
+    """The path ``name`` is; None for a hub id. ModelNotFoundError for what can be neither."""
     path = _existing(name)
     if path is not None:
         if revision is not None:
@@ -45,9 +104,7 @@ def resolve_model(name: str | Path, *, revision: str | None = None, token: str |
         raise ModelNotFoundError("model", name, f"an existing path: there is a folder {name.split('/')[0]!r} here, but "
                                  "nothing of that name in it", "Check the path; for the hub's model of that name, run "
                                  f"`hf download {name}` and give the folder it prints")
-    folder = _download(name, revision, token, show_progress)
-    _check_complete(name, folder)
-    return folder
+    return None
 
 
 def _existing(name: str | Path) -> Path | None:
@@ -103,12 +160,13 @@ def _quiet_bar() -> type[Any]:
     return Quiet
 
 
-def _download(repo: str, revision: str | None, token: str | None, show_progress: bool) -> Path:
+def _download(repo: str, patterns: Sequence[str], revision: str | None, token: str | None,
+              show_progress: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(
-            repo, revision=revision, token=token, allow_patterns=list(ALLOWED_FILES),
+            repo, revision=revision, token=token, allow_patterns=list(patterns),
             ignore_patterns=list(_IGNORED_FILES), local_files_only=is_offline(), etag_timeout=_ETAG_TIMEOUT_S,
             tqdm_class=None if show_progress else _quiet_bar()))
     except hub_failures() as error:
