@@ -54,6 +54,12 @@ class PageLedger:
             node.spent[c] = passed and not node.resumed
             self._touch(node)
 
+    def keep(self, node: Node, c: int) -> None:
+        """A page that its request had passed was within reach of where it ended, after all."""
+        if node.spent[c]:
+            node.spent[c] = False
+            self._touch(node)
+
     def adopt(self, node: Node, c: int, page: int, *, passed: bool) -> None:
         """Give a node that lacks it in life cycle c a private page of the same content; it is merely cached."""
         node.pages[c] = page

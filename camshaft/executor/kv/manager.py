@@ -277,9 +277,14 @@ class KVCacheManager:
         sequence = self._sequence(request_id)
         self._ledger.tick()
         self._sharing.close(sequence)
-        for c in range(len(self._cycles)):
+        for c, cycle in enumerate(self._cycles):
             for column in range(sequence.num_columns):
                 self._let_go(sequence, c, column, passed=False)
+            # the next request may go on from the last full page, which reaches further back than the end
+            gone = cycle.out_of_reach(sequence.num_proven // self.page_size * self.page_size)
+            for column in range(gone.stop, min(sequence.dropped[c], sequence.num_columns)):
+                if (node := sequence.nodes[column]) is not None:
+                    self._ledger.keep(node, c)
         if sequence.copy is not None:
             self._ledger.end_copy(sequence.copy)
         del self._sequences[request_id]
