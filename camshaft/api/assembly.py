@@ -26,7 +26,7 @@ from camshaft.engine.artifact import Engine
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.loop import Executor
 from camshaft.executor.messages import PrefixScope
-from camshaft.executor.policies.base import check_policies
+from camshaft.executor.policies.base import QUEUE_POLICIES, check_policies
 from camshaft.executor.request import ExecutorLimits
 from camshaft.executor.trace import RecordingRunner, TraceWriter, check_target
 from camshaft.frontend.hub import resolve_model
@@ -111,7 +111,8 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     files = {} if skip_tokenizer else engine.tokenizer_files()
     tokenizer = Tokenizer.from_files(files) if "tokenizer.json" in files else None
     resolver = RequestResolver(tokenizer, manifest.generation, vocab_size=manifest.model.vocab_size,
-                               scope=PrefixScope(model=manifest.weights_id), queue_policy=scheduler.queue_policy)
+                               scope=PrefixScope(model=manifest.weights_id),
+                               reads_priority=QUEUE_POLICIES.get(scheduler.queue_policy).reads_priority)
     front = Front(tokenizer)
     limits = ExecutorLimits(max_seq_len=manifest.build.longest_sequence, vocab_size=manifest.model.vocab_size,
                             max_logits_rows=manifest.build.max_logits_rows)

@@ -10,6 +10,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from camshaft.api.live import LiveRequest
 from camshaft.api.resolve import PreparedRequest
@@ -20,7 +21,15 @@ from camshaft.core.ids import RequestId
 from camshaft.core.log import logger
 from camshaft.executor.messages import GenerationRequest, Increment
 
-Submit = Callable[[GenerationRequest], None]
+
+class Submit(Protocol):
+    """The executor's way in: takes all of ``requests`` or raises and takes none."""
+
+    def __call__(self, *requests: GenerationRequest) -> None:
+        """Accept them."""
+        ...
+
+
 Abort = Callable[[RequestId], None]
 
 
@@ -59,7 +68,7 @@ class Front:
         self._submit = self._abort = None
 
     def submit(self, prepared: PreparedRequest) -> GenerationResult:
-        """Send one request on its way. Raises what the executor refuses it with; then nothing of it runs."""
+        """Send one request on its way, all its sequences or none. Raises what the executor refuses it with."""
         submit = self._submit
         if submit is None:
             raise EngineDeadError("the engine is shut down, or was never started")
@@ -68,8 +77,7 @@ class Front:
         with self._lock:
             self._live.update(dict.fromkeys(ids, live))
         try:
-            for request in prepared.sequences(ids):
-                submit(request)
+            submit(*prepared.sequences(ids))
         except BaseException:  # Ctrl-C may come after the executor took the request: nobody would wait for it
             self._forget(ids)
             self._abort_all(ids)

@@ -119,10 +119,10 @@ class LLM:
         """Generate for one prompt or many; the answer has the arity of ``inputs``.
 
         A string, a list of ints or a dict is one prompt; any other list is a batch. ``sampling_params`` is
-        one for all or one a prompt, and so is ``priority``: larger goes first, which needs the queue policy
-        "priority". All prompts are checked before any runs. While a batch runs, a request that fails keeps its
-        error in ``RequestOutput.error``; a single prompt raises it. Of a request for several sequences none goes
-        on when one fails. Ctrl-C aborts what is running and leaves the LLM usable.
+        one for all or one a prompt, and so is ``priority``: larger goes first, which needs a queue policy that
+        looks at it ("priority"). All prompts are checked before any runs. While a batch runs, a request that fails
+        keeps its error in ``RequestOutput.error``; a single prompt raises it. Of a request for several sequences
+        none goes on when one fails. Ctrl-C aborts what is running and leaves the LLM usable.
         """
         if _is_single(inputs):
             return self._run_all([inputs], sampling_params, names=["prompt"], show=use_tqdm,
@@ -136,7 +136,7 @@ class LLM:
                        priority: int | None = None) -> GenerationResult:
         """Start one request and return at once: await it, iterate it, or ``abort()`` it.
 
-        ``priority``: larger goes first, which needs the queue policy "priority".
+        ``priority``: larger goes first, which needs a queue policy that looks at it ("priority").
         """
         if not _is_single(inputs):
             raise UserError("inputs", inputs, "one prompt", "Call generate_async once a prompt")

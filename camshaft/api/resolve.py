@@ -22,9 +22,6 @@ from camshaft.core.ids import RequestId
 from camshaft.executor.messages import GenerationRequest, PrefixScope
 from camshaft.runtime.step import Int32Array, RowSampling
 
-PRIORITY_POLICY = "priority"
-"""The queue policy that looks at priorities."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
@@ -61,16 +58,16 @@ class PreparedRequest:
 class RequestResolver:
     """Prepares requests for one engine. Nothing changes after construction, so threads may share it.
 
-    ``vocab_size`` is the model's: token ids lie below it. ``queue_policy`` decides whether a priority means anything.
+    ``vocab_size`` is the model's: token ids lie below it. ``reads_priority``: whether the queue looks at priorities.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, generation: GenerationDefaults, *, vocab_size: int,
-                 scope: PrefixScope, queue_policy: str = "fcfs") -> None:
+                 scope: PrefixScope, reads_priority: bool = False) -> None:
         self._tokenizer = tokenizer
         self._generation = generation
         self._vocab_size = vocab_size
         self._scope = scope
-        self._queue_policy = queue_policy
+        self._reads_priority = reads_priority
 
     def prepare(self, prompt: str | Sequence[int], params: SamplingParams, *, where: str,
                 priority: int | None = None) -> PreparedRequest:
@@ -128,9 +125,9 @@ class RequestResolver:
     def _check_priority(self, priority: int | None) -> None:
         if priority is None:
             return
-        if self._queue_policy != PRIORITY_POLICY:
-            raise UserError("priority", priority, f"left out, as scheduler.queue_policy is {self._queue_policy!r}",
-                            f"Make the LLM with scheduler={{'queue_policy': {PRIORITY_POLICY!r}}}")
+        if not self._reads_priority:
+            raise UserError("priority", priority, "left out, as this LLM's queue policy does not look at it",
+                            "Make the LLM with scheduler={'queue_policy': 'priority'}")
         check_int("priority", priority, -INT32_MAX, INT32_MAX)
 
     def _row_sampling(self, params: SamplingParams, stops: frozenset[int]) -> RowSampling:

@@ -6,18 +6,16 @@ Owns what a trace says about the engine it was recorded on. The file is ``execut
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import camshaft
+from camshaft.api.front import Submit
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.engine.manifest import Manifest
 from camshaft.executor.messages import GenerationRequest
 from camshaft.executor.trace import TraceHeader, TraceWriter, check_recordable
-
-Submit = Callable[[GenerationRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +39,9 @@ class TraceTarget:
 def recordable(submit: Submit) -> Submit:
     """``submit`` behind a check that the request's steps can be written down (UserError)."""
 
-    def checked(request: GenerationRequest) -> None:
-        check_recordable(request)
-        submit(request)
+    def checked(*requests: GenerationRequest) -> None:
+        for request in requests:
+            check_recordable(request)
+        submit(*requests)
 
     return checked

@@ -76,23 +76,26 @@ class Executor:
         self._thread = threading.Thread(target=self._run, name="camshaft-executor", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Accept a request, from any thread.
+    def submit(self, *requests: GenerationRequest) -> None:
+        """Accept requests, from any thread: all of them, or none.
 
-        Raises UserError or RequestTooLargeError for one that cannot run, QueueFullError when
-        ``max_waiting`` requests wait, EngineDeadError after a failure or shutdown.
+        Raises UserError or RequestTooLargeError for one that cannot run, QueueFullError where more than
+        ``max_waiting`` requests would wait, EngineDeadError after a failure or shutdown.
         """
-        check_request(request, self._limits, self._kv, self._step_tokens)
+        for request in requests:
+            check_request(request, self._limits, self._kv, self._step_tokens)
         with self._changed:
             self._check_alive()
-            if request.id in self._live:
-                raise InternalError(f"request id {request.id} is live already")
+            for request in requests:
+                if request.id in self._live:
+                    raise InternalError(f"request id {request.id} is live already")
             num_waiting = self._num_arriving + len(self._batch.waiting)
-            if num_waiting >= self._max_waiting:
-                raise QueueFullError(f"{num_waiting} requests wait, which is the most (scheduler.max_waiting)")
-            self._live[request.id] = None
-            self._inbox.append(request)
-            self._num_arriving += 1
+            if num_waiting + len(requests) > self._max_waiting:
+                raise QueueFullError(f"{num_waiting} requests wait and {len(requests)} more come, of which "
+                                     f"{self._max_waiting} are the most (scheduler.max_waiting)")
+            self._live.update(dict.fromkeys(request.id for request in requests))
+            self._inbox.extend(requests)
+            self._num_arriving += len(requests)
             self._changed.notify_all()
 
     def check_fits(self, *, num_prompt_tokens: int, max_tokens: int, min_tokens: int = 0) -> None:

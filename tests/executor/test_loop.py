@@ -159,6 +159,18 @@ def test_b41_two_live_requests_never_share_an_id(depth):
     finish(rig)
 
 
+def test_requests_that_belong_together_are_accepted_all_or_none():
+    rig = rig_of(max_waiting=3)
+    first, second, bad = rig.request([1, 2], 3), rig.request([3], 3), rig.request([4], 3)
+    with pytest.raises(UserError, match="max_tokens"):
+        rig.executor.submit(first, second, dataclasses.replace(bad, max_tokens=-1))
+    with pytest.raises(QueueFullError, match="0 requests wait and 4 more come"):
+        rig.executor.submit(*(rig.request([start], 3) for start in range(4)))
+    assert not rig.executor.step()
+    rig.executor.submit(first, second)
+    assert rig.executor.stats().num_waiting == 2
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_b43_abort_in_any_state_leaves_nothing_running(depth, steps):
     rig = rig_of(depth=depth, batch=2, tokens=4, chunk=3)

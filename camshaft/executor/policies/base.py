@@ -51,6 +51,9 @@ class Load:
 class QueuePolicy(abc.ABC):
     """Orders requests, waiting ones for admission and running ones for their pages."""
 
+    reads_priority: ClassVar[bool] = False
+    """Whether ``GenerationRequest.priority`` counts; callers that give one are refused otherwise."""
+
     @abc.abstractmethod
     def precedence(self, request: GenerationRequest) -> int:
         """Place of the request: smaller goes first, and of equals who came first. Constant for its whole life."""

@@ -13,6 +13,8 @@ class Priority(QueuePolicy):
     Nothing ages: while more important requests keep coming, others wait.
     """
 
+    reads_priority = True
+
     def precedence(self, request: GenerationRequest) -> int:
         """The larger the priority, the earlier."""
         return -request.priority

@@ -33,10 +33,10 @@ class Desk:
         self.front = Front(tokenizer)
         self.front.start(self.accept, self.aborted.append)
 
-    def accept(self, request):
-        if len(self.requests) >= self.room:
+    def accept(self, *requests):
+        if len(self.requests) + len(requests) > self.room:
             raise QueueFullError("full")
-        self.requests.append(request)
+        self.requests += requests
 
     def submit(self, prompt=(5, 6), **params):
         return self.front.submit(self.resolver.prepare(list(prompt) if isinstance(prompt, tuple) else prompt,
@@ -126,16 +126,15 @@ def test_when_one_sequence_fails_the_request_fails_and_the_others_are_aborted(de
     assert result.snapshot().outputs[0].token_ids == []
 
 
-def test_a_request_refused_half_way_is_taken_back_whole(desk):
+def test_a_request_is_submitted_whole_or_not_at_all(desk):
     desk.room = 2
     with pytest.raises(QueueFullError):
         desk.submit(n=3)
-    assert set(desk.aborted) >= {request.id for request in desk.requests}
-    desk.say(0, 7)
-    desk.room = 100
-    later = desk.submit()
-    desk.say(2, 7, finish_reason="length")
-    assert later.result(timeout=5).outputs[0].token_ids == [7]
+    assert desk.requests == []
+    later = desk.submit(n=2)
+    for which in range(2):
+        desk.say(which, 7, finish_reason="length")
+    assert [each.token_ids for each in later.result(timeout=5).outputs] == [[7], [7]]
 
 
 def test_best_of_gives_the_likeliest_sequences_at_the_end_and_only_then(desk):

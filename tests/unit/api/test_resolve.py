@@ -108,7 +108,7 @@ def test_a_priority_counts_only_where_the_queue_looks_at_it(byte_level):
     with pytest.raises(UserError, match="queue_policy") as refused:
         resolver(byte_level).prepare([1], SamplingParams(), where="prompt", priority=0)
     assert refused.value.field == "priority"
-    ordered = resolver(byte_level, queue_policy="priority")
+    ordered = resolver(byte_level, reads_priority=True)
     assert ordered.prepare([1], SamplingParams(), where="prompt", priority=-3).priority == -3
     assert ordered.prepare([1], SamplingParams(), where="prompt").priority == 0
     for wrong in (2**31, 1.0, True, "1"):
