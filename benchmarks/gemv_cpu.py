@@ -2,6 +2,9 @@
 
     python benchmarks/gemv_cpu.py [--dtype float32] [--tokens 1 4 16] [--rounds 15]
 
+The kernels with narrower weights (bfloat16 under fp32 arithmetic, int8 with and without int8 activations) run beside
+those of ``--dtype``.
+
 One round calls every product of one decoding step: 30 layers of merged qkv, output, merged gate-up and down, then
 the head, each through the bound implementation as the runtime calls it. Contestants take turns within a round, so
 that a disturbance hits them all; medians are reported. Bandwidth counts the weights once; reading a large tensor
@@ -24,6 +27,7 @@ import torch
 
 from camshaft.core.device import probe_cpu
 from camshaft.kernels.dispatch import bind
+from camshaft.kernels.gemm.ref import quantise_rows
 from camshaft.kernels.native import compile_library, load_library
 from camshaft.kernels.op import load_families
 
@@ -35,15 +39,22 @@ READ_BYTES = 512 << 20
 Step = Callable[[], object]
 
 
-def _products(run: Callable[..., Any], weights: list[torch.Tensor], x: dict[int, torch.Tensor],
-              *rest: None) -> Step:
-    pairs = [(x[weight.shape[1]], weight) for weight in weights]
+Operands = list[tuple[torch.Tensor, ...]]
+
+
+def _products(run: Callable[..., Any], operands: Operands, x: dict[int, torch.Tensor], *rest: None) -> Step:
+    calls = [(x[weight.shape[1]], weight, *more) for weight, *more in operands]
 
     def step() -> None:
-        for tokens, weight in pairs:
-            run(tokens, weight, *rest)
+        for call in calls:
+            run(*call, *rest)
 
     return step
+
+
+def _int8(weights: Operands) -> Operands:
+    return [(values.to(torch.int8), scale[:, 0]) for weight, in weights
+            for values, scale in (quantise_rows(weight.float()),)]
 
 
 def _medians(contestants: dict[str, Step], rounds: int) -> dict[str, float]:
@@ -60,35 +71,47 @@ def _medians(contestants: dict[str, Step], rounds: int) -> dict[str, float]:
 
 def measure(dtype: torch.dtype, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Times and bandwidths of all contestants for steps of ``num_tokens`` tokens."""
-    linear = load_families("cpu").get("linear")
+    ops = load_families("cpu")
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    weights = [draw(*shape) for _ in range(LAYERS) for shape in LAYER_SHAPES] + [draw(*HEAD_SHAPE)]
+    weights: Operands = [(draw(*shape),) for _ in range(LAYERS) for shape in LAYER_SHAPES] + [(draw(*HEAD_SHAPE),)]
     x = {depth: draw(num_tokens, depth) for depth in (576, 1536)}
     large = torch.randn(READ_BYTES // 4, generator=generator)
     contestants: dict[str, Step] = {
         "read_sum": large.sum, "read_max": large.amax,
         "torch": _products(torch.nn.functional.linear, weights, x),
-        "ref": _products(bind(linear, "ref", None), weights, x, None),
     }
+    sizes = {"torch": _num_bytes(weights), "native": _num_bytes(weights)}
     with tempfile.TemporaryDirectory() as scratch:
         path = compile_library(Path(scratch))
         if path is not None:
-            contestants["native"] = _products(bind(linear, "native", load_library(path)), weights, x, None)
+            library, int8 = load_library(path), _int8(weights)
+            sizes |= {"w8a16": _num_bytes(int8), "w8a8": _num_bytes(int8)}
+            contestants["native"] = _products(bind(ops.get("linear"), "native", library), weights, x, None)
+            for name in ("w8a16", "w8a8"):
+                contestants[name] = _products(bind(ops.get(f"linear_{name}"), "native", library), int8, x, None)
+            if dtype is torch.float32:
+                narrow: Operands = [(weight.to(torch.bfloat16),) for weight, in weights]
+                sizes["bfloat16_weights"] = _num_bytes(narrow)
+                contestants["bfloat16_weights"] = _products(bind(ops.get("linear"), "native", library), narrow, x, None)
         seconds = _medians(contestants, rounds)
     limit = READ_BYTES / min(seconds.pop("read_sum"), seconds.pop("read_max"))
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    num_products = num_tokens * sum(weight.numel() for weight in weights)
+    num_products = num_tokens * sum(weight.numel() for weight, in weights)
     return {
-        "tokens": num_tokens, "read_gb_s": round(limit / 1e9, 2), "weight_mb": round(num_bytes / 1e6, 1),
-        "results": {name: {"ms": round(1e3 * value, 3), "gb_s": round(num_bytes / value / 1e9, 2),
-                           "of_read_bandwidth": round(num_bytes / value / limit, 3),
+        "tokens": num_tokens, "read_gb_s": round(limit / 1e9, 2),
+        "results": {name: {"ms": round(1e3 * value, 3), "weight_mb": round(sizes[name] / 1e6, 1),
+                           "gb_s": round(sizes[name] / value / 1e9, 2),
+                           "of_read_bandwidth": round(sizes[name] / value / limit, 3),
                            "gflop_s": round(2 * num_products / value / 1e9, 1)}
                     for name, value in seconds.items()},
     }
+
+
+def _num_bytes(operands: Operands) -> int:
+    return sum(tensor.nbytes for operand in operands for tensor in operand)
 
 
 def main() -> None:

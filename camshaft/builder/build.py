@@ -65,12 +65,12 @@ def build(model: str | Path | None, cfg: BuildConfig | None = None, *, output: P
             concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiling:
         library = compiling.submit(_native_library, device, Path(scratch))
         with progress("compiling", 3, show=show_progress, unit="steps") as advance:
-            program = program_from_checkpoint(checkpoint, getattr(torch, cfg.dtype))
-            _check_memory(program, device, cfg)
+            program = program_from_checkpoint(checkpoint, getattr(torch, cfg.dtype), cfg.max_seq_len)
             advance(1)
             native = library.result()
             advance(1)
             run_passes(program, PassContext(build=cfg, device=device, native=native is not None))
+            _check_memory(program, device, cfg)
             advance(1)
         for name, weight in program.weights.items():
             writer.add_tensor(name, weight)
@@ -114,9 +114,10 @@ def _native_library(device: DeviceSpec, scratch: Path) -> Path | None:
 def _check_memory(program: Program, device: DeviceSpec, cfg: BuildConfig) -> None:
     needed = sum(weight.num_bytes for weight in program.weights.values())
     if needed > device.memory_bytes:
-        raise UserError("model", f"{needed / 1e9:.1f} GB of {cfg.dtype} weights",
+        kind = cfg.weight_dtype if cfg.quantization == "none" else f"{cfg.quantization} and {cfg.weight_dtype}"
+        raise UserError("model", f"{needed / 1e9:.1f} GB of {kind} weights",
                         f"at most the {device.memory_bytes / 1e9:.1f} GB of this {device.kind} device",
-                        "Use a smaller type (dtype) or a smaller model")
+                        "Use a smaller type (dtype, weight_dtype), 8-bit weights (quantization) or a smaller model")
 
 
 def _kernels(program: Program) -> tuple[dict[str, Any], ...]:
@@ -129,11 +130,11 @@ def _kernels(program: Program) -> tuple[dict[str, Any], ...]:
 
 
 def _weights_id(checkpoint: Checkpoint, cfg: BuildConfig) -> str:
-    """SHA-256 over the model's shape, the compute type and evenly spaced samples of every checkpoint file.
+    """SHA-256 over the model's shape, the types it computes with and evenly spaced samples of every checkpoint file.
 
     Equal checkpoints in two places have one id; reading them whole would double the time of a build.
     """
-    facts = json.dumps([checkpoint.config.to_dict(), cfg.dtype], sort_keys=True)
+    facts = json.dumps([checkpoint.config.to_dict(), cfg.dtype, cfg.weight_dtype, cfg.quantization], sort_keys=True)
     digest = hashlib.sha256(facts.encode())
     for path in sorted(checkpoint.files, key=lambda file: file.name):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())

@@ -11,6 +11,7 @@ from camshaft.core.errors import InternalError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+QUANTIZATIONS = ("none", "w8a16", "w8a8")
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_MAX_SEQ_LEN = 8192
 MIN_LOGITS_ROWS = 64
@@ -23,6 +24,12 @@ class BuildConfig:
 
     dtype: Annotated[str, Doc("Type of weights, activations and KV cache: auto, float32, bfloat16 or float16. "
                               "auto is float32 on a CPU and the checkpoint's own type on a GPU.")] = "auto"
+    weight_dtype: Annotated[str, Doc("Type in which matrices are stored: auto (that of dtype), float32, bfloat16 or "
+                                     "float16. A 16-bit one under dtype float32 halves the bytes a step reads; "
+                                     "arithmetic stays fp32. CPU only.")] = "auto"
+    quantization: Annotated[str, Doc("8-bit weights, one scale an output channel: none, w8a16 (arithmetic in fp32) or "
+                                     "w8a8 (inputs of products rounded to 8 bits too, one scale a token). "
+                                     "CPU only.")] = "none"
     device: Annotated[str, Doc("Device the engine is built for: auto, cpu or cuda.")] = "auto"
     max_batch_size: Annotated[int, Doc("Most requests in one step.")] = 256
     max_seq_len: Annotated[int | None, Doc("Longest prompt plus output in tokens; default: the model's own limit, "
@@ -35,6 +42,8 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_choice("weight_dtype", self.weight_dtype, ("auto", *DTYPES))
+        check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("device", self.device, ("auto", *DEVICES))
         check_int("max_batch_size", self.max_batch_size, 1, 4096)
         if self.max_seq_len is not None:
@@ -46,6 +55,9 @@ class BuildConfig:
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise UserError("page_size", self.page_size, "one of " + ", ".join(map(str, PAGE_SIZES)))
         check_names("skip_passes", self.skip_passes)
+        if self.quantization != "none" and "quantize" in self.skip_passes:
+            raise UserError("skip_passes", "quantize", f"no such name with quantization={self.quantization!r}",
+                            "Leave the pass in, or leave quantization out")
         check_names("kernels", self.kernels)
         for choice in self.kernels:
             if choice.count("=") != 1 or "" in choice.split("="):
@@ -82,8 +94,24 @@ def resolve_build(cfg: BuildConfig, model: ModelConfig, *, device: str) -> Build
         dtype = "float32" if device == "cpu" else model.checkpoint_dtype
     longest = cfg.max_seq_len
     if longest is None:
-        longest = min(model.max_position, DEFAULT_MAX_SEQ_LEN)
-    elif longest > model.max_position:
-        raise UserError("max_seq_len", longest, f"at most the model's {model.max_position} positions",
+        longest = min(model.default_sequence, DEFAULT_MAX_SEQ_LEN)
+    elif longest > model.max_sequence:
+        raise UserError("max_seq_len", longest, f"at most the model's {model.max_sequence} positions",
                         "Lower max_seq_len, or use a model with a longer context")
-    return dataclasses.replace(cfg, dtype=dtype, device=device, max_seq_len=longest)
+    return dataclasses.replace(cfg, dtype=dtype, weight_dtype=_weight_dtype(cfg, dtype, device), device=device,
+                               max_seq_len=longest)
+
+
+def _weight_dtype(cfg: BuildConfig, dtype: str, device: str) -> str:
+    """The type matrices are stored in. UserError where this device or ``dtype`` has no kernel for what is asked."""
+    if device != "cpu" and cfg.quantization != "none":
+        raise UserError("quantization", cfg.quantization, f"none on {device}", "Use device='cpu', or leave it out")
+    if cfg.weight_dtype in ("auto", dtype):
+        return dtype
+    if dtype != "float32" or device != "cpu":
+        raise UserError("weight_dtype", cfg.weight_dtype, f"{dtype}, the dtype, on {device}",
+                        "Only float32 arithmetic on a CPU reads weights of another type")
+    if "narrow_weights" in cfg.skip_passes:
+        raise UserError("skip_passes", "narrow_weights", f"no such name with weight_dtype={cfg.weight_dtype!r}",
+                        "Leave the pass in, or leave weight_dtype out")
+    return cfg.weight_dtype

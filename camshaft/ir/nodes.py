@@ -113,13 +113,13 @@ def infer(program: Program, target: Callable[..., Any], args: tuple[Any, ...],
         return target(*fake_args, **fake_kwargs)
 
 
-def add_call(program: Program, name: str, args: tuple[Any, ...]) -> fx.Node:
+def add_call(program: Program, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
     """Append a call at the graph's insertion point, its result inferred."""
     target = find_target(name)
     if target is None:
         raise InternalError(f"{name} is not an op a program may call")
-    val = infer(program, target, args)
-    node = program.graph.call_function(target, args)
+    val = infer(program, target, args, kwargs)
+    node = program.graph.call_function(target, args, dict(kwargs or {}))
     node.meta["val"] = val
     return node
 

@@ -1,6 +1,6 @@
 """Weights as recipes: a name, a shape, and how to read it, so that nothing is held twice.
 
-Owns reading, casting and joining lazily; file formats live in the frontend.
+Owns reading, casting, joining and rounding to 8 bits lazily; file formats live in the frontend.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from camshaft.core.errors import InternalError
+from camshaft.core.errors import CheckpointError, InternalError
+from camshaft.kernels.gemm.ref import quantise_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +73,44 @@ def concat(parts: tuple[Weight, ...]) -> Weight:
 
     return Weight(shape=(rows, *first.shape[1:]), dtype=first.dtype, read=read,
                   origin=" + ".join(part.origin for part in parts))
+
+
+_VALUES_AT_ONCE = 1 << 18
+"""Rounding makes a few fp32 copies, of so many values at a time."""
+
+
+class _Rows8:
+    """A matrix in 8 bits, read through once where its values are asked for before its scales."""
+
+    def __init__(self, matrix: Weight) -> None:
+        self._matrix = matrix
+        self._scale: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        matrix = self._matrix.read()
+        values, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(matrix.shape[0])
+        num_rows = max(1, _VALUES_AT_ONCE // max(1, matrix.shape[1]))
+        for start in range(0, matrix.shape[0], num_rows):
+            part = slice(start, start + num_rows)
+            rounded, scales = quantise_rows(matrix[part].to(torch.float32))
+            values[part], scale[part] = rounded, scales[:, 0]
+        self._scale = scale
+        return values
+
+    def scale(self) -> torch.Tensor:
+        if self._scale is None:
+            self.values()
+        if self._scale is None or not self._scale.isfinite().all():
+            raise CheckpointError(self._matrix.origin, "NaN or infinity", "finite values, to be rounded to 8 bits",
+                                  "Download the model again, or build without quantization")
+        return self._scale
+
+
+def quantised(matrix: Weight) -> tuple[Weight, Weight]:
+    """``matrix`` [N, K] as int8, and the fp32 scale [N] of its rows, which are rounded as by ``quantise_rows``.
+
+    Reading the scale raises CheckpointError where the matrix is not finite.
+    """
+    rows = _Rows8(matrix)
+    return (Weight(shape=matrix.shape, dtype=torch.int8, read=rows.values, origin=matrix.origin),
+            Weight(shape=matrix.shape[:1], dtype=torch.float32, read=rows.scale, origin=f"scales of {matrix.origin}"))

@@ -17,7 +17,7 @@ from camshaft.config.build import BuildConfig
 from camshaft.core.device import DeviceSpec
 from camshaft.ir.program import Program
 
-STAGES = ("cleanup", "fuse", "lower", "select")
+STAGES = ("cleanup", "fuse", "quantize", "lower", "select")
 """In running order. Passes of the last two are mandatory: an engine cannot be run without them."""
 MANDATORY_STAGES = ("lower", "select")
 

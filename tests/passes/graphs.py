@@ -16,7 +16,8 @@ from camshaft.passes.base import PassContext
 
 CONFIG = ModelConfig(architecture="LlamaForCausalLM", vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=2,
                      num_heads=4, num_kv_heads=2, head_dim=4, max_position=64, norm_eps=1e-5, rope=RopeConfig())
-BUILD = BuildConfig(dtype="float32", device="cpu", max_batch_size=4, max_num_tokens=16, max_seq_len=64)
+BUILD = BuildConfig(dtype="float32", weight_dtype="float32", device="cpu", max_batch_size=4, max_num_tokens=16,
+                    max_seq_len=64)
 DEVICE = DeviceSpec(kind="cpu", name="test", features=("x86_64",), num_threads=1, memory_bytes=1 << 30)
 
 

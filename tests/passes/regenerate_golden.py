@@ -10,8 +10,14 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def golden_texts():
-    """The tiny Llama as exported, and what each pass changed, by file name."""
-    program = tiny_llama()
+    """The tiny Llama as exported, and what each pass changed (where it is asked for, when asked), by file name."""
+    texts = _changes(tiny_llama())
+    for name, build in (("quantize", {"quantization": "w8a8"}), ("narrow_weights", {"weight_dtype": "bfloat16"})):
+        texts[f"{name}.txt"] = _changes(tiny_llama(tied=True), **build)[f"{name}.txt"]
+    return texts
+
+
+def _changes(program, **build):
     before = dump_graph(program)
     texts = {"exported.txt": before}
 
@@ -21,7 +27,7 @@ def golden_texts():
         texts[f"{name}.txt"] = diff_graphs(before, text) + "\n"
         before = text
 
-    run_passes(program, context(), observe=observe)
+    run_passes(program, context(**build), observe=observe)
     texts["engine.txt"] = before
     return texts
 

@@ -28,7 +28,8 @@ def names(passes):
 
 
 def test_passes_are_found_and_ordered():
-    assert names(select_passes(())) == ["cleanup", "fuse_linear", "fuse_pointwise", "page_attention", "select_kernels"]
+    assert names(select_passes(())) == ["cleanup", "fuse_linear", "fuse_pointwise", "quantize", "narrow_weights",
+                                        "page_attention", "select_kernels"]
 
 
 def test_stage_comes_before_name_and_after_before_both():
@@ -69,7 +70,8 @@ def test_skipping_what_another_needs():
 def test_skipped_passes_do_not_run():
     program = tiny_llama()
     run_passes(program, context(skip_passes=("fuse_linear", "cleanup")))
-    assert [record.name for record in program.history] == ["fuse_pointwise", "page_attention", "select_kernels"]
+    assert [record.name for record in program.history] == ["fuse_pointwise", "quantize", "narrow_weights",
+                                                           "page_attention", "select_kernels"]
     assert "q_proj+k_proj" not in dump_graph(program)
 
 
@@ -94,9 +96,11 @@ def test_a_pass_that_breaks_the_program_fails_the_build_by_name():
         run_passes(tiny_llama(), context(), passes=[make_pass("vandal", rewrite=break_it)])
 
 
+@pytest.mark.parametrize("asked", [{}, {"quantization": "w8a16"}, {"quantization": "w8a8", "weight_dtype": "float16"},
+                                   {"weight_dtype": "bfloat16"}])
 @pytest.mark.parametrize("made", [{}, {"bias": True}, {"tied": True}, {"up_first": True}, {"dtype": torch.bfloat16}])
-def test_every_pass_is_idempotent(made):
-    program, ctx = tiny_llama(**made), context()
+def test_every_pass_is_idempotent(made, asked):
+    program, ctx = tiny_llama(**made), context(**asked)
     for step in order_passes(load_passes()):
         step.run(program, ctx)
         text, weights = dump_graph(program), sorted(program.weights)

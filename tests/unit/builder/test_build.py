@@ -39,11 +39,12 @@ def in_memory(model):
 
 def test_everything_is_resolved_and_recorded(in_memory):
     manifest = in_memory.manifest
-    assert manifest.build == dataclasses.replace(CFG, dtype="float32", device="cpu", max_seq_len=512)
+    assert manifest.build == dataclasses.replace(CFG, dtype="float32", weight_dtype="float32", device="cpu",
+                                                 max_seq_len=512)
     assert (manifest.model.num_layers, manifest.model.vocab_size) == (2, 320)
     assert manifest.life_cycles[0].layers == (0, 1)
     assert [record["name"] for record in manifest.history] == [
-        "cleanup", "fuse_linear", "fuse_pointwise", "page_attention", "select_kernels"]
+        "cleanup", "fuse_linear", "fuse_pointwise", "quantize", "narrow_weights", "page_attention", "select_kernels"]
     counts = {}
     for entry in manifest.kernels:
         assert entry["why"]
@@ -129,6 +130,9 @@ def test_weights_id_names_the_weights_wherever_they_lie(in_memory, model, tmp_pa
     copy = tmp_path / "elsewhere"
     shutil.copytree(model, copy)
     assert build(copy, CFG).manifest.weights_id == in_memory.manifest.weights_id
+    ids = {build(copy, dataclasses.replace(CFG, **changes)).manifest.weights_id
+           for changes in ({}, {"quantization": "w8a16"}, {"quantization": "w8a8"}, {"weight_dtype": "bfloat16"})}
+    assert len(ids) == 4
     path = copy / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -152,6 +156,27 @@ def test_weights_that_do_not_fit_the_device(model, monkeypatch):
     monkeypatch.setattr(devices, "probe", lambda kind: small)
     with pytest.raises(UserError, match=r"weights.*cpu device"):
         build(model, CFG)
+
+
+def test_8_bit_weights_fit_where_fp32_ones_do_not(model, in_memory, monkeypatch):
+    held = sum(tensor.nbytes for tensor in in_memory.tensors().values())
+    small = dataclasses.replace(devices.probe_cpu(), memory_bytes=held // 2)
+    monkeypatch.setattr(devices, "probe", lambda kind: small)
+    with pytest.raises(UserError, match="8-bit weights"):
+        build(model, CFG)
+    asked = dataclasses.replace(CFG, quantization="w8a8", weight_dtype="bfloat16")
+    assert sum(tensor.nbytes for tensor in build(model, asked).tensors().values()) <= held // 2
+
+
+def test_a_quantised_engine_survives_being_saved(model, tmp_path):
+    asked = dataclasses.replace(CFG, quantization="w8a16")
+    saved, kept = build(model, asked, output=tmp_path / "engine"), build(model, asked)
+    loaded = Engine.load(tmp_path / "engine")
+    assert {entry["op"] for entry in loaded.manifest.kernels} >= {"linear_w8a16"}
+    assert loaded.manifest.build.quantization == "w8a16"
+    for name, tensor in kept.tensors().items():
+        assert torch.equal(loaded.tensor(name), tensor), name
+        assert torch.equal(saved.tensor(name), tensor), name
 
 
 def test_an_engine_is_no_checkpoint(model, tmp_path):

@@ -19,9 +19,10 @@ def own_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-@pytest.mark.parametrize(("stored", "num_shards", "dtype"), [("bfloat16", 3, "float32"), ("float16", 1, "bfloat16"),
-                                                             ("float32", 1, "float32")])
-def test_a_build_holds_a_few_tensors_whatever_the_model(tmp_path, monkeypatch, stored, num_shards, dtype):
+@pytest.mark.parametrize(("stored", "num_shards", "dtype", "quantization"), [
+    ("bfloat16", 3, "float32", "none"), ("float16", 1, "bfloat16", "none"), ("float32", 1, "float32", "none"),
+    ("bfloat16", 1, "float32", "w8a8")])
+def test_a_build_holds_a_few_tensors_whatever_the_model(tmp_path, monkeypatch, stored, num_shards, dtype, quantization):
     monkeypatch.setenv("CAMSHAFT_CC", "none")
     model = write_tiny_llama(tmp_path / "model", num_shards=num_shards, torch_dtype=stored, tokenizer=False, **MID_SIZE)
     seen, real = [own_bytes()], storage.read_weight
@@ -34,7 +35,9 @@ def test_a_build_holds_a_few_tensors_whatever_the_model(tmp_path, monkeypatch, s
         return tensor
 
     monkeypatch.setattr(storage, "read_weight", watched)
-    engine = build(model, BuildConfig(dtype=dtype), output=tmp_path / "engine")
+    narrow = "auto" if quantization == "none" else "bfloat16"
+    engine = build(model, BuildConfig(dtype=dtype, weight_dtype=narrow, device="cpu", quantization=quantization),
+                   output=tmp_path / "engine")
     sizes = sorted((tensor.nbytes for tensor in engine.tensors().values()), reverse=True)
     assert sum(sizes) > 10 * sizes[0]
     assert max(seen) - seen[0] < sum(sizes[:5])

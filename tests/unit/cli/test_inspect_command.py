@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from camshaft.builder.build import build
 from camshaft.cli.main import app
+from camshaft.config.build import BuildConfig
 from camshaft.core.errors import UserError
 from camshaft.testing.tiny import write_tiny_llama
 
@@ -28,6 +29,15 @@ def test_the_report_says_what_was_fused_which_kernels_run_and_why(engine):
     for wanted in ("LlamaForCausalLM", "2 × q_proj+k_proj+v_proj", "add_rms_norm", "paged_attention", "serves the call",
                    "256 requests", "MB of float32"):
         assert wanted in shown.output
+
+
+def test_the_report_counts_the_bytes_of_each_type(tmp_path, monkeypatch):
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
+    asked = BuildConfig(device="cpu", quantization="w8a8")
+    build(write_tiny_llama(tmp_path / "model"), asked, output=tmp_path / "engine")
+    shown = inspect(tmp_path / "engine").output
+    for wanted in ("MB of int8", "MB of float32", "quantize", "linear_w8a8"):
+        assert wanted in shown
 
 
 def test_json_is_the_manifest_and_graph_is_the_graph(engine):

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from camshaft.config.build import BuildConfig
+from camshaft.config.build import BuildConfig, resolve_build
 from camshaft.config.doc import INT32_MAX
+from camshaft.config.model import ModelConfig, RopeConfig
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
 from camshaft.config.sampling import SamplingParams
 from camshaft.core.errors import UserError
@@ -75,7 +76,8 @@ def test_b32_b33_numbers_beyond_their_bounds_are_refused_by_name(fields):
     {"page_size": 16.0}, {"page_size": 8}, {"page_size": True}, {"kernels": "linear=ref"}, {"kernels": (1,)},
     {"kernels": ("linear",)}, {"kernels": ("linear=ref", "linear=native")}, {"skip_passes": "cleanup"},
     {"skip_passes": ["cleanup"]}, {"max_seq_len": HUGE}, {"max_seq_len": 0}, {"max_num_tokens": 255},
-    {"max_batch_size": 0}, {"dtype": "fp32"}, {"device": "tpu"}])
+    {"max_batch_size": 0}, {"dtype": "fp32"}, {"device": "tpu"}, {"weight_dtype": "int8"},
+    {"quantization": "w4a16"}, {"quantization": None}, {"skip_passes": ("quantize",), "quantization": "w8a8"}])
 def test_build_settings_out_of_bounds_are_refused_by_name(fields):
     with pytest.raises(UserError) as refused:
         BuildConfig(**fields)
@@ -97,3 +99,27 @@ def test_run_settings_out_of_bounds_are_refused_by_name(config, fields):
 def test_an_error_about_a_value_that_does_not_print_is_still_that_error():
     assert "too long to print" in str(UserError("seed", HUGE, "smaller"))
     assert len(str(UserError("prompt", "x" * 1000, "shorter"))) < 300
+
+
+MODEL = ModelConfig(architecture="LlamaForCausalLM", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1,
+                    num_heads=1, num_kv_heads=1, head_dim=8, max_position=64, norm_eps=1e-5, rope=RopeConfig())
+
+
+@pytest.mark.parametrize(("fields", "device", "field"), [
+    ({"quantization": "w8a8"}, "cuda", "quantization"), ({"quantization": "w8a16"}, "cuda", "quantization"),
+    ({"weight_dtype": "bfloat16", "dtype": "float32"}, "cuda", "weight_dtype"),
+    ({"weight_dtype": "float16", "dtype": "bfloat16"}, "cpu", "weight_dtype"),
+    ({"weight_dtype": "float32", "dtype": "float16"}, "cpu", "weight_dtype"),
+    ({"weight_dtype": "float16", "skip_passes": ("narrow_weights",)}, "cpu", "skip_passes")])
+def test_weights_this_device_or_type_cannot_read_are_refused_by_name(fields, device, field):
+    with pytest.raises(UserError) as refused:
+        resolve_build(BuildConfig(**fields), MODEL, device=device)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(("fields", "device", "stored"), [
+    ({}, "cpu", "float32"), ({"weight_dtype": "float32"}, "cpu", "float32"), ({"dtype": "bfloat16"}, "cpu", "bfloat16"),
+    ({"weight_dtype": "float16"}, "cpu", "float16"), ({"dtype": "float16"}, "cuda", "float16"),
+    ({"weight_dtype": "bfloat16", "dtype": "bfloat16"}, "cuda", "bfloat16")])
+def test_weights_are_stored_in_the_type_of_the_arithmetic_unless_asked(fields, device, stored):
+    assert resolve_build(BuildConfig(**fields), MODEL, device=device).weight_dtype == stored
