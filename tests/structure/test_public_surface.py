@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import camshaft
-from camshaft.api.outputs import CompletionOutput, RequestOutput
+from camshaft.api.outputs import CompletionOutput, Logprob, RequestOutput
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import field_docs
 from camshaft.config.kv import LifeCycleSpec
@@ -54,7 +54,7 @@ SURFACES = {
                             for part in MANIFEST_PARTS}},
     "command_line": command_line,
     "outputs": lambda: {part.__name__: [field.name for field in dataclasses.fields(part)]
-                        for part in (RequestOutput, CompletionOutput, ExecutorStats, Counters, KvStats)},
+                        for part in (RequestOutput, CompletionOutput, Logprob, ExecutorStats, Counters, KvStats)},
 }
 
 
