@@ -167,6 +167,14 @@ def test_greedy_output_is_that_of_edited_dense_logits(runner, kind):
     assert generate(runner, PROMPT, 24, **EDITS[kind]) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EDITS)
+def test_the_same_edited_tokens_on_a_gpu(engine, runner, kind):
+    options = dict(EDITS[kind], num_logprobs=2)
+    elsewhere = ModelEngine(engine, num_pages=(PAGES,), device=torch.device("cuda"))
+    assert generate(elsewhere, PROMPT, 20, preempt_at=(7,), **options) == generate(runner, PROMPT, 20, **options)
+
+
 @pytest.mark.parametrize("kind", EDITS)
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_edits_survive_preemption(runner, kind, temperature):
