@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from camshaft.config.build import BuildConfig
 from camshaft.config.kv import LifeCycleSpec
 from camshaft.config.runtime import SchedulerConfig
 from camshaft.core.ids import RequestId
@@ -45,7 +46,7 @@ class PreparedResults:
         rng = np.random.default_rng(1)
         self._tokens = rng.integers(0, VOCAB_SIZE, (64, num_rows)).astype(np.int32)
         self._finite = np.ones(num_rows, np.bool_)
-        build = SimpleNamespace(max_seq_len=max_seq_len, max_num_tokens=MAX_NUM_TOKENS, max_batch_size=num_rows)
+        build = BuildConfig(max_seq_len=max_seq_len, max_num_tokens=MAX_NUM_TOKENS, max_batch_size=num_rows)
         shape = SimpleNamespace(build=build, life_cycles=(life_cycle,),
                                 model=SimpleNamespace(vocab_size=VOCAB_SIZE + len(STOP_IDS)))
         self._state = RowState(shape, (num_pages,))  # type: ignore[arg-type]  # the fields it reads, and no more

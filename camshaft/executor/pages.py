@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from camshaft.config.kv import PAGES_AHEAD
 from camshaft.core.errors import InternalError
 from camshaft.executor.kv.manager import KVCacheManager, Reservation
 from camshaft.executor.policies.base import Load
@@ -19,16 +20,13 @@ from camshaft.executor.table import CONTEXT, GENERATION, RequestTable, RowNeeds
 from camshaft.executor.waiting import WaitingRequest
 from camshaft.runtime.step import PageUpdates
 
-_PAGES_AT_ONCE = 4
-"""A generating row takes its pages a few at a time: asking for one costs several times the row's share of a
-step. They come out of what the row was promised, so they keep nobody out."""
 _NONE = np.zeros(0, np.int32)
 _NO_UPDATES = PageUpdates(rows=_NONE, columns=_NONE, pages=_NONE, copy_from=_NONE, copy_to=_NONE)
 
 
 def reserved_ahead(chunk_tokens: int, page_size: int) -> int:
     """Most positions of a row that are reserved before the step that computes them was submitted."""
-    return max(chunk_tokens, _PAGES_AT_ONCE * page_size)
+    return max(chunk_tokens, PAGES_AHEAD * page_size)
 
 
 class RowPages:
@@ -39,6 +37,9 @@ class RowPages:
         self._table = table
         self._step_tokens = reserved_ahead(chunk_tokens, kv.page_size)
         self._is_promised = is_promised
+        longest = 2**30
+        self._slides = bool(kv.worst_pages(longest, self._step_tokens).min() < kv.pages_for(longest))
+        """Whether rows give pages back while they run."""
         self._reserved: list[tuple[int, Reservation]] = []
         self.page_size = kv.page_size
 
@@ -84,7 +85,7 @@ class RowPages:
     def reserve_ahead(self, row: int) -> bool:
         """Room for a generating row's next token, and for those after it where that is to be had."""
         columns, page_size = int(self._table.columns[row]), self.page_size
-        most = min((columns + _PAGES_AT_ONCE) * page_size, int(self._table.worst_tokens[row]))
+        most = min((columns + PAGES_AHEAD) * page_size, int(self._table.worst_tokens[row]))
         return self.reserve(row, most) or self.reserve(row, (columns + 1) * page_size)
 
     def reserve_up_to(self, row: int, num_tokens: int) -> int:
@@ -105,7 +106,8 @@ class RowPages:
         """Share the full pages of what is known to be sound."""
         known = int(self._table.num_landed[row])
         self._kv.commit(self._table.ids[row], self._table.tokens[row, :known], known)
-        self.count(row)
+        if self._slides:
+            self.count(row)
 
     def release(self, row: int) -> None:
         """Give the row's pages back, once; what may be shared stays cached."""
