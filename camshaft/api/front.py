@@ -116,6 +116,8 @@ class Front:
             logger.exception("request %d failed while its tokens were turned into text", increment.id)
             over = live.fail(error if isinstance(error, CamshaftError) else InternalError(repr(error)))
             self._forget([increment.id])
+        if not over:
+            return
         self._forget(over)
         heard = increment.finish_reason is not None or increment.error is not None
         self._abort_all([request_id for request_id in over if not (heard and request_id == increment.id)])

@@ -6,8 +6,8 @@ front's thread alone; knows neither queues nor aborts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from camshaft.api.detokenize import IncrementalDetokenizer
 from camshaft.api.outputs import CompletionOutput, Logprob, RequestOutput
@@ -47,16 +47,15 @@ class LiveRequest:
             return self.fail(_as_camshaft_error(increment.error))
         sequence = self._sequences[increment.id]
         news = sequence.read(increment, self._texts)
-        scores = [self._texts.entry(found) for found in increment.prompt_logprobs]
-        ended = [increment.id] if news.finish_reason is not None else []
-        for request_id in ended:
-            del self._running[request_id]
+        ended = news.finish_reason is not None
+        if ended:
+            del self._running[increment.id]
 
         def change(output: RequestOutput) -> None:
             sequence.extend(news)
             output.num_generated_tokens += len(news.token_ids)
-            if scores and output.prompt_logprobs is not None:
-                output.prompt_logprobs.extend(scores)
+            if increment.prompt_logprobs and output.prompt_logprobs is not None:
+                output.prompt_logprobs.extend([self._texts.entry(found) for found in increment.prompt_logprobs])
             if increment.num_cached_tokens is not None and sequence.index == 0:
                 output.num_cached_tokens = increment.num_cached_tokens
             if not self._running:
@@ -64,7 +63,7 @@ class LiveRequest:
                 output.finished = True
 
         self.result.update(change, quiet=self._ranked and bool(self._running))
-        return ended
+        return [increment.id] if ended else []
 
     def fail(self, error: CamshaftError) -> list[RequestId]:
         """End the whole request with ``error``; the ids of the sequences that ran."""
@@ -83,13 +82,12 @@ class LiveRequest:
         return best
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _News:
+class _News(NamedTuple):
     """What one increment adds to a sequence, cut at a stop."""
 
     text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    token_ids: Sequence[int]
+    logprobs: Sequence[dict[int, Logprob]]
     finish_reason: str | None
     stop_reason: int | str | None
 
@@ -114,8 +112,7 @@ class _Sequence:
 
     def read(self, increment: Increment, texts: _TokenTexts) -> _News:
         """The news in ``increment``. Tokens and log-probabilities are cut in this one place."""
-        token_ids, reason = list(increment.token_ids), increment.finish_reason
-        found = increment.logprobs
+        token_ids, reason, found = increment.token_ids, increment.finish_reason, increment.logprobs
         if self._scored and len(found) != len(token_ids):
             raise InternalError(f"{len(found)} log-probabilities came with {len(token_ids)} tokens")
         stop_reason: int | str | None = None
@@ -130,8 +127,8 @@ class _Sequence:
                 token_ids, reason, stop_reason = token_ids[:delta.num_tokens_kept], "stop", delta.stopped
             elif reason is not None:
                 text += self._detokenizer.finish().text
-        return _News(text=text, token_ids=token_ids, finish_reason=reason, stop_reason=stop_reason,
-                     logprobs=[texts.entry(each) for each in found[:len(token_ids)]] if self._scored else [])
+        entries = [texts.entry(each) for each in found[:len(token_ids)]] if self._scored else ()
+        return _News(text, token_ids, entries, reason, stop_reason)
 
     def extend(self, news: _News) -> None:
         """Add ``news`` to the completion."""
@@ -139,11 +136,12 @@ class _Sequence:
         completion.token_ids.extend(news.token_ids)
         completion.text += news.text
         completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
+        if completion.cumulative_logprob is None:
+            return
+        completion.cumulative_logprob += sum(entry[token].logprob for token, entry
+                                             in zip(news.token_ids, news.logprobs, strict=True))
         if completion.logprobs is not None:
             completion.logprobs.extend(news.logprobs)
-        if completion.cumulative_logprob is not None:
-            completion.cumulative_logprob += sum(entry[token].logprob for token, entry
-                                                 in zip(news.token_ids, news.logprobs, strict=True))
 
 
 class _TokenTexts:

@@ -79,6 +79,22 @@ def started(tmp_path):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_sampling_options_reach_the_model(camshaft, engine):
+    given = ("run", engine, *SMALL, "--prompt", "a valve", "--max-tokens", 6, "--ignore-eos", "--raw")
+    plain = camshaft(*given)[1]
+    forced = camshaft(*given, "--logit-bias", "70=100", "--logit-bias", "71=-100")
+    assert (forced[0], len(set(forced[1].strip()))) == (0, 1)
+    assert camshaft(*given, "--allowed-token-ids", 70, "--repetition-penalty", 1.5)[1] == forced[1]
+    assert camshaft(*given, "--bad", plain.strip()[0], "--no-repeat-ngram-size", 1)[1] != plain
+    best = camshaft(*given, "--best-of", 3, "--temperature", 1, "--seed", 4)
+    assert best[0] == 0
+    assert "6 new tokens" in best[2]
+    for wrong, named in (("--logit-bias", "--logit-bias"), ("--best-of", "best_of")):
+        code, _, err = camshaft(*given, wrong, "3")
+        assert code != 0
+        assert named in err
+
+
 def test_an_answer_goes_to_stdout_and_everything_else_to_stderr(camshaft, engine):
     code, out, err = camshaft("run", engine, *SMALL, "--prompt", "a valve", "--max-tokens", 8, "--ignore-eos",
                               "--seed", 1)

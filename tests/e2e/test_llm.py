@@ -113,6 +113,20 @@ def test_a_stream_equals_its_final_output(llm):
         assert parts[-1].outputs[0].stop_reason == final.stop_reason
 
 
+def test_b4_deltas_of_broken_and_whole_characters_join_to_the_full_decode(llm):
+    params = SamplingParams(max_tokens=120, temperature=5.0, seed=8, ignore_eos=True, n=2)
+    length, joined, tokens = [0, 0], ["", ""], [[], []]
+    for output in llm.generate_async("A 世界", params):
+        for each in output.outputs:
+            assert len(each.text) >= length[each.index]
+            length[each.index] = len(each.text)
+            joined[each.index] += each.text_diff
+            tokens[each.index] += each.token_ids_diff
+    assert joined == [llm.tokenizer.decode(ids) for ids in tokens]
+    assert "�" in joined[0]
+    assert "�" in joined[1]
+
+
 def test_a_stop_string_cuts_text_and_tokens(llm):
     params = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     full = llm.generate("What is", SamplingParams(**params)).outputs[0]
