@@ -82,15 +82,12 @@ class MemoryFit:
 def fit(needs: MemoryNeeds, memory_bytes: int, kv_cache: KvCacheConfig, seq_len: int | None = None) -> MemoryFit:
     """How far ``memory_bytes`` go, sharing out the rest as a start does. UserError for a ``seq_len`` beyond the
     engine's ``max_seq_len``."""
-    from camshaft.executor.kv.lifecycle import make_life_cycle
-
     longest = needs.build.longest_sequence
     tokens = longest if seq_len is None else seq_len
     if tokens > longest:
         raise UserError("seq_len", tokens, f"at most max_seq_len ({longest})", "Raise --max-seq-len, or lower it")
     step_tokens = min(needs.build.max_num_tokens, tokens)
-    request_bytes = sum(make_life_cycle(spec).worst_pages(tokens, step_tokens) * spec.page_bytes
-                        for spec in needs.life_cycles)
+    request_bytes = sum(spec.worst_pages(tokens, step_tokens) * spec.page_bytes for spec in needs.life_cycles)
     left = memory_bytes - needs.weight_bytes - needs.activation_peak_bytes
     budget = int(max(left, 0) * kv_cache.memory_fraction)
     if kv_cache.max_bytes is not None:

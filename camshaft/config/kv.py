@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+PAGES_AHEAD = 4
+"""A generating row takes its pages a few at a time: asking for one costs several times the row's share of a
+step. They come out of what the row was promised, so they keep nobody out."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,3 +50,15 @@ class LifeCycleSpec:
     def pool_shape(self, num_pages: int) -> tuple[int, int, int, int, int, int]:
         """Shape of the pool tensor holding ``num_pages`` pages, the trash page included."""
         return (len(self.layers), num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+
+    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """Most pages a sequence that grows to ``num_tokens`` holds at any time.
+
+        At most ``step_tokens`` positions from the first that is not computed have pages; what is out of reach of
+        the computed ones was given back. ``window - 1 + step_tokens`` positions in a row and the sinks are left.
+        """
+        pages = -(-num_tokens // self.page_size)
+        if self.window is None:
+            return pages
+        touched = (self.window - 1 + step_tokens + self.page_size - 2) // self.page_size + 1
+        return min(pages, -(-self.sinks // self.page_size) + touched)

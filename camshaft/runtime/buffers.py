@@ -5,6 +5,7 @@ Owns sizing and allocation. Who gets which page is the executor's business.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from camshaft.config.kv import LifeCycleSpec
+from camshaft.config.build import BuildConfig
+from camshaft.config.kv import PAGES_AHEAD, LifeCycleSpec
 from camshaft.config.runtime import KvCacheConfig
 from camshaft.core.errors import UserError
 from camshaft.engine.artifact import Engine
@@ -32,6 +34,10 @@ def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) 
 
     The budget is ``max_bytes``, never exceeded, or ``memory_fraction`` of what is free once the weights and
     a step's activations are in place. Raises UserError, with the numbers, where not even one page fits.
+
+    Life cycles share it in proportion to what a sequence of the reference length holds in each, but none gets less
+    than the longest request needs, or, where the budget is too small for that, the longest one that fits. The
+    reference length is ``max_seq_len``, at most four times the largest window.
     """
     if kv_cache.max_bytes is not None:
         field, asked, budget = "kv_cache.max_bytes", float(kv_cache.max_bytes), kv_cache.max_bytes
@@ -49,17 +55,54 @@ def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) 
         raise UserError(field, int(asked) if asked.is_integer() else asked,
                         f"two pages (one of them spare) of {page_bytes} bytes at least; it gives {budget} bytes",
                         f"Raise it, or set kv_cache.max_bytes to {2 * page_bytes} or more")
-    return (pages,) * len(life_cycles)
+    return _shares(life_cycles, budget, engine.manifest.build)
+
+
+def _shares(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: BuildConfig) -> tuple[int, ...]:
+    """Pages of each life cycle for ``budget`` bytes, which two pages of each fit."""
+    windows = [spec.window for spec in life_cycles if spec.window is not None]
+    reference = min([build.longest_sequence, *([4 * max(windows)] if windows else [])])
+    weights = [spec.worst_pages(reference, 1) for spec in life_cycles]
+    page_bytes = [spec.page_bytes for spec in life_cycles]
+    room = budget - sum(page_bytes)  # the trash pages
+    longest = bisect.bisect_right(
+        range(1, build.longest_sequence + 1), room,
+        key=lambda length: sum(pages * size for pages, size in zip(_needs(life_cycles, length, build), page_bytes,
+                                                                   strict=True)))
+    least = _needs(life_cycles, longest, build)
+    open_cycles = set(range(len(life_cycles)))
+    chosen = least.copy()
+    while open_cycles:
+        left = room - sum(chosen[c] * page_bytes[c] for c in range(len(least)) if c not in open_cycles)
+        whole = sum(weights[c] * page_bytes[c] for c in open_cycles)
+        short = {c for c in open_cycles if left * weights[c] // whole < least[c]}
+        if not short:
+            for c in open_cycles:
+                chosen[c] = left * weights[c] // whole
+            break
+        open_cycles -= short
+    return tuple(1 + pages for pages in chosen)
+
+
+def _needs(life_cycles: tuple[LifeCycleSpec, ...], num_tokens: int, build: BuildConfig) -> list[int]:
+    """Most pages of each life cycle that a request of ``num_tokens`` holds, whatever the scheduler's settings."""
+    return [spec.worst_pages(num_tokens, max(build.max_num_tokens, PAGES_AHEAD * spec.page_size))
+            for spec in life_cycles]
 
 
 def describe_kv(engine: Engine, num_pages: tuple[int, ...]) -> str:
     """One line saying what a choice of pages amounts to."""
-    life_cycles = engine.manifest.life_cycles
+    life_cycles, build = engine.manifest.life_cycles, engine.manifest.build
     num_bytes = sum(spec.page_bytes * pages for spec, pages in zip(life_cycles, num_pages, strict=True))
-    num_tokens = min(spec.page_size * (pages - 1) for spec, pages in zip(life_cycles, num_pages, strict=True))
-    longest = engine.manifest.build.max_seq_len or num_tokens
-    note = "" if num_tokens >= longest else f"; fewer than the engine's longest request ({longest})"
-    return f"KV cache: {num_bytes / 2**20:.0f} MiB, {num_tokens} tokens in pages of {life_cycles[0].page_size}{note}"
+    parts: dict[str, int] = {}
+    for spec, pages in zip(life_cycles, num_pages, strict=True):
+        kept = "tokens" if spec.window is None else f"tokens in windows of {spec.window}"
+        parts[kept] = min(parts.get(kept, spec.page_size * (pages - 1)), spec.page_size * (pages - 1))
+    needs = _needs(life_cycles, build.longest_sequence, build)
+    short = any(pages - 1 < need for pages, need in zip(num_pages, needs, strict=True))
+    note = f"; fewer than the engine's longest request ({build.longest_sequence})" if short else ""
+    held = " and ".join(f"{count} {kept}" for kept, count in parts.items())
+    return f"KV cache: {num_bytes / 2**20:.0f} MiB, {held} in pages of {life_cycles[0].page_size}{note}"
 
 
 def _still_to_come(engine: Engine, device: torch.device) -> int:

@@ -137,4 +137,4 @@ def test_full_attention_reads_everything_until_the_end():
     assert isinstance(cycle, FullAttention)
     assert cycle.whole_prefix
     assert list(cycle.out_of_reach(100_000)) == []
-    assert [cycle.worst_pages(count, 1) for count in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [spec.worst_pages(count, 1) for count in (0, 1, 16, 17)] == [0, 1, 1, 2]

@@ -70,14 +70,15 @@ def test_a_column_is_out_of_reach_exactly_when_no_later_token_reads_it(width, si
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("step_tokens", [1, 2, 4, 7])
 def test_the_worst_case_is_met_and_never_exceeded(width, sinks, step_tokens):
-    cycle = make_life_cycle(window(width, sinks))
+    spec = window(width, sinks)
+    cycle = make_life_cycle(spec)
     for num_tokens in (1, 3, 4, 5, 9, 60):
         most = 0
         for computed in range(num_tokens):
             columns = range(-(-min(computed + step_tokens, num_tokens) // PAGE))
             most = max(most, sum(column not in cycle.out_of_reach(computed) for column in columns))
-        assert most <= cycle.worst_pages(num_tokens, step_tokens)
-        assert num_tokens < 60 or most == cycle.worst_pages(num_tokens, step_tokens)
+        assert most <= spec.worst_pages(num_tokens, step_tokens)
+        assert num_tokens < 60 or most == spec.worst_pages(num_tokens, step_tokens)
 
 
 @pytest.mark.parametrize("fields", [dict(kind="window"), dict(kind="window", window=0),

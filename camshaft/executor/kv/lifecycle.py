@@ -34,14 +34,6 @@ class LifeCycle(abc.ABC):
         as ``num_tokens`` grows.
         """
 
-    @abc.abstractmethod
-    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
-        """Most pages a sequence that grows to ``num_tokens`` holds at any time.
-
-        At most ``step_tokens`` positions from the first that is not computed have pages; what is out of reach of
-        the computed ones was given back.
-        """
-
 
 LIFE_CYCLES: Registry[type[LifeCycle]] = Registry("KV life cycle")
 
@@ -58,10 +50,6 @@ class FullAttention(LifeCycle):
     def out_of_reach(self, num_tokens: int) -> range:
         """Nothing ever is."""
         return range(0)
-
-    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
-        """All of its pages at once."""
-        return -(-num_tokens // self.page_size)
 
 
 @LIFE_CYCLES.register("window")
@@ -84,12 +72,6 @@ class SlidingWindow(LifeCycle):
         """Columns after those with sinks whose last position lies before ``num_tokens - window + 1``."""
         lowest = max(num_tokens - self._window + 1, 0)
         return range(self._sink_columns, max(lowest // self.page_size, self._sink_columns))
-
-    def worst_pages(self, num_tokens: int, step_tokens: int) -> int:
-        """The columns with sinks, and as many as ``window - 1 + step_tokens`` positions in a row can touch."""
-        positions = self._window - 1 + step_tokens
-        touched = (positions + self.page_size - 2) // self.page_size + 1
-        return min(-(-num_tokens // self.page_size), self._sink_columns + touched)
 
 
 def make_life_cycle(spec: LifeCycleSpec) -> LifeCycle:

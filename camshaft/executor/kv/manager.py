@@ -112,6 +112,7 @@ class KVCacheManager:
         self.page_size = sizes.pop()
         self.num_life_cycles = len(life_cycles)
         self.block_reuse = enable_block_reuse
+        self._specs = life_cycles
         self._cycles = tuple(make_life_cycle(spec) for spec in life_cycles)
         self._windowed = tuple(c for c, cycle in enumerate(self._cycles) if not cycle.whole_prefix)
         self._ledger = PageLedger(self._cycles, num_pages)
@@ -133,7 +134,7 @@ class KVCacheManager:
         At most ``step_tokens`` positions are reserved and not yet noted as computed by ``advance``: a chunk, the
         steps in flight and all that is reserved ahead.
         """
-        return np.array([cycle.worst_pages(num_tokens, step_tokens) for cycle in self._cycles], np.int32)
+        return np.array([spec.worst_pages(num_tokens, step_tokens) for spec in self._specs], np.int32)
 
     def usable_pages(self) -> Int32Array:
         """[C] pages that can be handed out at all."""

@@ -88,3 +88,54 @@ def test_a_control_group_limit_counts(tmp_path, version):
 def test_free_memory_of_this_machine_is_sane(tmp_path):
     assert 0 < free_bytes(CPU) < 2**50
     assert free_bytes(CPU, root=tmp_path) > 0
+
+
+def with_cycles(engine, *life_cycles, **build):
+    manifest = dataclasses.replace(engine.manifest, life_cycles=life_cycles,
+                                   build=dataclasses.replace(engine.manifest.build, **build))
+    return type(engine)(manifest=manifest, graph_text="", folder=None, tensors={}, tokenizer_files={}, native=None)
+
+
+FULL = dataclasses.replace(model.LIFE_CYCLE, page_size=16)
+WINDOW = dataclasses.replace(FULL, kind="window", window=64, sinks=4, layers=(0, 1, 2, 3))
+
+
+def test_life_cycles_get_pages_in_proportion_to_what_a_sequence_of_four_windows_holds(engine):
+    both = with_cycles(engine, FULL, WINDOW, max_seq_len=1024, max_num_tokens=64, max_batch_size=4)
+    num_bytes = 500 * (FULL.page_bytes + WINDOW.page_bytes)
+    full, window = kv_pages_for(both, KvCacheConfig(max_bytes=num_bytes), CPU)
+    assert (full - 1) * FULL.page_bytes + (window - 1) * WINDOW.page_bytes <= num_bytes
+    assert (full + 1) * FULL.page_bytes + (window + 1) * WINDOW.page_bytes > num_bytes
+    held = (FULL.worst_pages(256, 1), WINDOW.worst_pages(256, 1))
+    assert held == (16, 6)
+    assert abs((full - 1) / (window - 1) - held[0] / held[1]) < 0.02
+
+
+@pytest.mark.parametrize("spare", [0, 40])
+def test_the_longest_request_fits_before_life_cycles_are_balanced(engine, spare):
+    both = with_cycles(engine, FULL, WINDOW, max_seq_len=1024, max_num_tokens=128, max_batch_size=4)
+    needs = (64, WINDOW.worst_pages(1024, 128))
+    assert needs[1] == 14
+    num_bytes = 65 * FULL.page_bytes + 15 * WINDOW.page_bytes + spare * FULL.page_bytes
+    chosen = kv_pages_for(both, KvCacheConfig(max_bytes=num_bytes), CPU)
+    assert chosen[0] >= 65
+    assert chosen[1] >= 15
+    assert chosen[0] * FULL.page_bytes + chosen[1] * WINDOW.page_bytes <= num_bytes
+    assert "fewer than" not in describe_kv(both, chosen)
+
+
+def test_a_budget_too_small_for_the_longest_request_serves_the_longest_that_fits(engine):
+    both = with_cycles(engine, FULL, WINDOW, max_seq_len=1024, max_num_tokens=128, max_batch_size=4)
+    num_bytes = 30 * FULL.page_bytes + 15 * WINDOW.page_bytes
+    full, window = kv_pages_for(both, KvCacheConfig(max_bytes=num_bytes), CPU)
+    assert full * FULL.page_bytes + window * WINDOW.page_bytes <= num_bytes
+    assert (full, window) == (30, 15)
+    assert describe_kv(both, (full, window)) == (
+        f"KV cache: {num_bytes / 2**20:.0f} MiB, 464 tokens and 224 tokens in windows of 64 in pages of 16; "
+        "fewer than the engine's longest request (1024)")
+
+
+def test_windows_alone_take_the_whole_budget(engine):
+    lone = with_cycles(engine, WINDOW, max_seq_len=1024, max_num_tokens=128, max_batch_size=4)
+    assert kv_pages_for(lone, KvCacheConfig(max_bytes=50 * WINDOW.page_bytes), CPU) == (50,)
+    assert describe_kv(lone, (50,)).endswith("784 tokens in windows of 64 in pages of 16")
