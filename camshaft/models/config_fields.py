@@ -142,7 +142,7 @@ def _rope_part(data: Mapping[str, Any], name: str, layer_type: str | None) -> Ma
     if any(each != found[0] for each in found):
         raise CheckpointError(f"config.json {name}", by_type, "the same for all types of layers in this architecture",
                               "Settings that differ between layers are not supported here")
-    chosen = found[0] or {}
+    chosen = {} if found[0] is None else found[0]
     if not isinstance(chosen, Mapping):
         raise CheckpointError(f"config.json {name}", chosen, "an object or null for each type of layer", _BROKEN)
     return chosen

@@ -134,7 +134,7 @@ def _text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _ropes(text: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, RopeConfig]:
     """Rotary settings of the layers that see everything, to which ``rope_scaling`` belongs, and of the others."""
-    local = {**text, "rope_theta": text.get("rope_local_base_freq"), "rope_scaling": None}
+    local = {**text, "rope_theta": float_field(text, "rope_local_base_freq", 10000.0), "rope_scaling": None}
     return (rope_field(text, head_dim=head_dim, max_position=max_position, default_theta=1000000.0,
                        layer_type="full_attention"),
             rope_field(local, head_dim=head_dim, max_position=max_position, layer_type="sliding_attention"))
