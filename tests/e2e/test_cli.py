@@ -116,7 +116,7 @@ MISTAKES = [
     (("run", "{engine}", "--prompt", "", "--raw"), 1, "prompt='': expected at least one token"),
     (("run", "{engine}", "--prompt", "\udcff"), 1, "prompt='\\udcff': expected UTF-8 text"),
     (("run", "{engine}", "--prompt", "word " * 20000), 1, "at most"),
-    (("run", "{engine}", "--max-tokens", "0"), 1, "max_tokens=0: expected a whole number"),
+    (("run", "{engine}", "--max-tokens", "0"), 1, "max_tokens=0: expected at least 1"),
     (("run", "{engine}", "--top-p", "7"), 1, "top_p=7.0: expected a number from 0 to 1"),
     (("run", "{engine}", "--dtype", "float16"), 1, "build={'dtype': 'float16'}: no build settings"),
     (("run", "{engine}", "--kv-max-bytes", str(2**60)), 1, "kv_cache.max_bytes=1152921504606846976: expected at most"),
