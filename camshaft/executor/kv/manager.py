@@ -5,11 +5,12 @@ table must learn. Knows pages by number only: the tensors are the runtime's, the
 
 Order of calls. ``start`` once; then, for each step that feeds the request, ``reserve`` while the step is
 planned, its reservation carried out by that very step; ``advance`` once nothing more is reserved for that
-step, at the latest when it has run; ``commit`` when its logits proved what it fed; ``release`` once, between
-steps, when no submitted step that names the request is still to run. Single-threaded.
+step, at the latest when it has run; ``commit`` when its logits proved what it fed; ``release`` once, while no
+step being planned carries a reservation of the request. Single-threaded.
 
-A page that ``advance`` gave back may be handed out by the next ``reserve``, while the last step that reads it
-is still in flight: whoever gets it writes in a later step, and steps run in the order of their submission.
+A page that ``advance`` or ``release`` gave back may be handed out by the next ``reserve``, while the last step
+that reads or writes it is still in flight: whoever gets it writes in a later step, and steps run in the order of
+their submission.
 
 Invariants.
 - A page is free, private to one request, or in the prefix tree; only private pages are written.
