@@ -55,15 +55,16 @@ def resolve_headers(name: str | Path, scratch: Path, *, revision: str | None = N
         return cached
     source = _download(repo, _DESCRIPTIONS, revision, token, show_progress=False)
     try:
-        _fetch_headers(repo, source, scratch, revision, token)
+        _fetch_headers(repo, source, scratch, token)
     except hub_failures() as error:
         raise _explained(repo, revision, error) from error
     _check_complete(repo, scratch)
     return scratch
 
 
-def _fetch_headers(repo: str, source: Path, target: Path, revision: str | None, token: str | None) -> None:
-    """Write the description files of ``source`` and hollow copies of the repository's weight files to ``target``."""
+def _fetch_headers(repo: str, source: Path, target: Path, token: str | None) -> None:
+    """Write the description files of ``source``, which is named by its commit, and hollow copies of the weight files
+    of that commit to ``target``."""
     from huggingface_hub import HfApi
 
     from camshaft.frontend.safetensors_files import INDEX_FILE
@@ -77,7 +78,7 @@ def _fetch_headers(repo: str, source: Path, target: Path, revision: str | None, 
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"{INDEX_FILE} names the file {name!r}")
-        found = HfApi().parse_safetensors_file_metadata(repo, name, revision=revision, token=token)
+        found = HfApi().parse_safetensors_file_metadata(repo, name, revision=source.name, token=token)
         tensors = {tensor: {"dtype": info.dtype, "shape": info.shape, "data_offsets": info.data_offsets}
                    for tensor, info in found.tensors.items()}
         header = json.dumps(tensors).encode()

@@ -83,6 +83,8 @@ def _encoded_array(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def _decoded_fields(kind: Any, data: Mapping[str, Any]) -> Any:
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{str(data)[:40]} in place of a {kind.__name__}")
     hints = _hints(kind)
     unknown = data.keys() - hints.keys()
     if unknown:
@@ -128,11 +130,14 @@ def _decoded_plain(hint: Any, data: Any) -> Any:
 
 
 def _decoded_array(data: Mapping[str, Any]) -> npt.NDArray[Any]:
-    names = data.keys() - {_SHAPE}
+    names = data.keys() - {_SHAPE} if isinstance(data, Mapping) else ()
     if len(names) != 1:
-        raise ValueError(f"an array of {sorted(names)} in place of one dtype")
+        raise ValueError(f"{str(data)[:40]} in place of an array of one dtype")
     (name,) = names
-    array: npt.NDArray[Any] = np.array(data[name], dtype=_dtype(name))
+    try:
+        array: npt.NDArray[Any] = np.array(data[name], dtype=_dtype(name))
+    except OverflowError as error:
+        raise ValueError(f"a number beyond {name}") from error
     return array.reshape(data[_SHAPE]) if _SHAPE in data else array
 
 

@@ -15,6 +15,8 @@ from huggingface_hub import constants, errors
 
 from camshaft.core.errors import ModelNotFoundError
 from camshaft.frontend import hub
+from camshaft.frontend.checkpoint import open_checkpoint
+from camshaft.testing.tiny import write_tiny_llama
 
 REPO = "someone/tiny-model"
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"weights", "tokenizer.json": b"{}",
@@ -175,6 +177,36 @@ def test_repositories_without_what_is_needed(fake_hub, missing, message):
     del fake_hub.files[missing]
     with pytest.raises(ModelNotFoundError, match=message):
         hub.resolve_model(REPO)
+
+
+def test_headers_alone_make_a_folder_of_the_same_sizes(fake_hub, tmp_path):
+    real = write_tiny_llama(tmp_path / "real", num_shards=2)
+    fake_hub.files = {path.name: path.read_bytes() for path in real.iterdir()}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    folder = hub.resolve_headers(REPO, scratch)
+    assert folder == scratch
+    before, now = (open_checkpoint(path).tensors for path in (real, folder))
+    assert {name: (weight.shape, weight.dtype) for name, weight in now.items()} == {
+        name: (weight.shape, weight.dtype) for name, weight in before.items()}
+    assert not any(bool(weight.read().any()) for weight in now.values()), "no weight was fetched"
+    assert hub.cached_model(REPO) is None
+
+
+def test_headers_of_a_model_that_is_here_are_the_model(fake_hub, tmp_path):
+    folder = hub.resolve_model(REPO)
+    fake_hub.asked.clear()
+    assert hub.resolve_headers(REPO, tmp_path) == folder
+    assert hub.resolve_headers(folder, tmp_path) == folder
+    assert fake_hub.asked == []
+    with pytest.raises(ModelNotFoundError, match="an existing folder"):
+        hub.resolve_headers("./nowhere", tmp_path)
+
+
+def test_a_repository_without_safetensors_has_no_headers(fake_hub, tmp_path):
+    del fake_hub.files["model.safetensors"]
+    with pytest.raises(ModelNotFoundError):
+        hub.resolve_headers(REPO, tmp_path)
 
 
 def response(status):
