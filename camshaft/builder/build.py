@@ -130,11 +130,12 @@ def _kernels(program: Program) -> tuple[dict[str, Any], ...]:
 
 
 def _weights_id(checkpoint: Checkpoint, cfg: BuildConfig) -> str:
-    """SHA-256 over the model's shape, the types it computes with and evenly spaced samples of every checkpoint file.
+    """SHA-256 over the model's shape, what the build changes of it and evenly spaced samples of every checkpoint file.
 
     Equal checkpoints in two places have one id; reading them whole would double the time of a build.
     """
-    facts = json.dumps([checkpoint.config.to_dict(), cfg.dtype, cfg.weight_dtype, cfg.quantization], sort_keys=True)
+    facts = json.dumps([checkpoint.config.to_dict(), cfg.dtype, cfg.weight_dtype, cfg.quantization,
+                        cfg.max_attention_window, cfg.sink_tokens], sort_keys=True)
     digest = hashlib.sha256(facts.encode())
     for path in sorted(checkpoint.files, key=lambda file: file.name):
         digest.update(f"{path.name}:{path.stat().st_size}:".encode())

@@ -36,6 +36,11 @@ class BuildConfig:
                                            f"at most {DEFAULT_MAX_SEQ_LEN}.")] = None
     max_num_tokens: Annotated[int, Doc("Most tokens in one step, over all its requests.")] = 2048
     page_size: Annotated[int, Doc("Tokens a KV page: 16, 32, 64 or 128.")] = 16
+    max_attention_window: Annotated[int | None, Doc(
+        "No layer sees further back than so many tokens, the current one included, and the KV cache keeps no more; "
+        "default: as the model was trained.")] = None
+    sink_tokens: Annotated[int, Doc("Tokens at the start that layers with a window see however far back they are "
+                                    "(attention sinks); only with a window.")] = 0
     skip_passes: Annotated[tuple[str, ...], Doc("Names of optimiser passes to leave out (see camshaft inspect).")] = ()
     kernels: Annotated[tuple[str, ...], Doc("Kernel choices to force, as op=implementation, "
                                             "e.g. linear=ref.")] = ()
@@ -54,6 +59,9 @@ class BuildConfig:
                             "Every running request needs one token a step: raise it or lower max_batch_size")
         if not isinstance(self.page_size, int) or self.page_size not in PAGE_SIZES:
             raise UserError("page_size", self.page_size, "one of " + ", ".join(map(str, PAGE_SIZES)))
+        if self.max_attention_window is not None:
+            check_int("max_attention_window", self.max_attention_window, 1, INT32_MAX)
+        check_int("sink_tokens", self.sink_tokens, 0, INT32_MAX)
         check_names("skip_passes", self.skip_passes)
         if self.quantization != "none" and "quantize" in self.skip_passes:
             raise UserError("skip_passes", "quantize", f"no such name with quantization={self.quantization!r}",
@@ -98,6 +106,9 @@ def resolve_build(cfg: BuildConfig, model: ModelConfig, *, device: str) -> Build
     elif longest > model.max_sequence:
         raise UserError("max_seq_len", longest, f"at most the model's {model.max_sequence} positions",
                         "Lower max_seq_len, or use a model with a longer context")
+    if cfg.sink_tokens and cfg.max_attention_window is None and not any(model.windows):
+        raise UserError("sink_tokens", cfg.sink_tokens, "0: no layer of this model has a window",
+                        "Set max_attention_window too, or leave sink_tokens out")
     return dataclasses.replace(cfg, dtype=dtype, weight_dtype=_weight_dtype(cfg, dtype, device), device=device,
                                max_seq_len=longest)
 

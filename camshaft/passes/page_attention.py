@@ -28,6 +28,7 @@ class PageAttention(Pass):
 
     name = "page_attention"
     stage = "lower"
+    after = ("narrow_attention",)
 
     def run(self, program: Program, ctx: PassContext) -> PassResult:
         """Raises InternalError where a layer's keys and values differ in shape, or the program has no attention."""

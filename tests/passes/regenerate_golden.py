@@ -12,7 +12,8 @@ FOLDER = Path(__file__).parent / "golden"
 def golden_texts():
     """The tiny Llama as exported, and what each pass changed (where it is asked for, when asked), by file name."""
     texts = _changes(tiny_llama())
-    for name, build in (("quantize", {"quantization": "w8a8"}), ("narrow_weights", {"weight_dtype": "bfloat16"})):
+    for name, build in (("quantize", {"quantization": "w8a8"}), ("narrow_weights", {"weight_dtype": "bfloat16"}),
+                        ("narrow_attention", {"max_attention_window": 8, "sink_tokens": 2})):
         texts[f"{name}.txt"] = _changes(tiny_llama(tied=True), **build)[f"{name}.txt"]
     return texts
 

@@ -29,7 +29,7 @@ def names(passes):
 
 def test_passes_are_found_and_ordered():
     assert names(select_passes(())) == ["cleanup", "fuse_linear", "fuse_pointwise", "quantize", "narrow_weights",
-                                        "page_attention", "select_kernels"]
+                                        "narrow_attention", "page_attention", "select_kernels"]
 
 
 def test_stage_comes_before_name_and_after_before_both():
@@ -71,7 +71,7 @@ def test_skipped_passes_do_not_run():
     program = tiny_llama()
     run_passes(program, context(skip_passes=("fuse_linear", "cleanup")))
     assert [record.name for record in program.history] == ["fuse_pointwise", "quantize", "narrow_weights",
-                                                           "page_attention", "select_kernels"]
+                                                           "narrow_attention", "page_attention", "select_kernels"]
     assert "q_proj+k_proj" not in dump_graph(program)
 
 
