@@ -38,9 +38,14 @@ def command_line():
 
     from camshaft.cli.main import app
 
-    commands = get_command(app).commands
-    return {name: sorted(option for parameter in command.params for option in parameter.opts)
-            for name, command in sorted(commands.items())}
+    def options(group, prefix=""):
+        for name, command in sorted(group.commands.items()):
+            if hasattr(command, "commands"):
+                yield from options(command, f"{prefix}{name} ")
+            elif not command.hidden:
+                yield prefix + name, sorted(option for parameter in command.params for option in parameter.opts)
+
+    return dict(options(get_command(app)))
 
 
 SURFACES = {
