@@ -122,7 +122,7 @@ def _embedding_std(config: Mapping[str, Any]) -> float:
     multiplies it by the root of the hidden size."""
     if config["model_type"] != "gemma3_text":
         return 0.2 if config["tie_word_embeddings"] else 1.0
-    return (_GEMMA_SHARE if config["tie_word_embeddings"] else 1.0) / math.sqrt(config["hidden_size"])
+    return (_GEMMA_SHARE if config["tie_word_embeddings"] else 0.3) / math.sqrt(config["hidden_size"])
 
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:
