@@ -44,7 +44,8 @@ def test_everything_is_resolved_and_recorded(in_memory):
     assert (manifest.model.num_layers, manifest.model.vocab_size) == (2, 320)
     assert manifest.life_cycles[0].layers == (0, 1)
     assert [record["name"] for record in manifest.history] == [
-        "cleanup", "fuse_linear", "fuse_pointwise", "quantize", "narrow_weights", "page_attention", "select_kernels"]
+        "cleanup", "fuse_linear", "fuse_pointwise", "quantize", "narrow_weights", "narrow_attention", "page_attention",
+        "select_kernels"]
     counts = {}
     for entry in manifest.kernels:
         assert entry["why"]
