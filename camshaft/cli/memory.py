@@ -82,20 +82,25 @@ class MemoryFit:
 def fit(needs: MemoryNeeds, memory_bytes: int, kv_cache: KvCacheConfig, seq_len: int | None = None) -> MemoryFit:
     """How far ``memory_bytes`` go, sharing out the rest as a start does. UserError for a ``seq_len`` beyond the
     engine's ``max_seq_len``."""
+    from camshaft.runtime.buffers import pages_needed, share_pages
+
     longest = needs.build.longest_sequence
     tokens = longest if seq_len is None else seq_len
     if tokens > longest:
         raise UserError("seq_len", tokens, f"at most max_seq_len ({longest})", "Raise --max-seq-len, or lower it")
-    step_tokens = min(needs.build.max_num_tokens, tokens)
-    request_bytes = sum(spec.worst_pages(tokens, step_tokens) * spec.page_bytes for spec in needs.life_cycles)
+    each = pages_needed(needs.life_cycles, tokens, needs.build)
     left = memory_bytes - needs.weight_bytes - needs.activation_peak_bytes
     budget = int(max(left, 0) * kv_cache.memory_fraction)
     if kv_cache.max_bytes is not None:
         budget = min(kv_cache.max_bytes, max(left, 0))
-    usable = max(0, budget - sum(spec.page_bytes for spec in needs.life_cycles))  # a page of each is never used
+    held = [0] * len(each)
+    if budget >= 2 * sum(spec.page_bytes for spec in needs.life_cycles):
+        held = [pages - 1 for pages in share_pages(needs.life_cycles, budget, needs.build)]
     return MemoryFit(memory_bytes=memory_bytes, left_bytes=left, kv_budget_bytes=budget, seq_len=tokens,
-                     request_bytes=request_bytes, num_tokens=int(usable / request_bytes * tokens),
-                     num_requests=usable // request_bytes)
+                     request_bytes=sum(pages * spec.page_bytes
+                                       for pages, spec in zip(each, needs.life_cycles, strict=True)),
+                     num_tokens=min(pages * tokens // one for pages, one in zip(held, each, strict=True)),
+                     num_requests=min(pages // one for pages, one in zip(held, each, strict=True)))
 
 
 def advice(needs: MemoryNeeds, found: MemoryFit, kv_cache: KvCacheConfig) -> Iterator[str]:

@@ -55,10 +55,10 @@ def kv_pages_for(engine: Engine, kv_cache: KvCacheConfig, device: torch.device) 
         raise UserError(field, int(asked) if asked.is_integer() else asked,
                         f"two pages (one of them spare) of {page_bytes} bytes at least; it gives {budget} bytes",
                         f"Raise it, or set kv_cache.max_bytes to {2 * page_bytes} or more")
-    return _shares(life_cycles, budget, engine.manifest.build)
+    return share_pages(life_cycles, budget, engine.manifest.build)
 
 
-def _shares(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: BuildConfig) -> tuple[int, ...]:
+def share_pages(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: BuildConfig) -> tuple[int, ...]:
     """Pages of each life cycle for ``budget`` bytes, which two pages of each fit."""
     windows = [spec.window for spec in life_cycles if spec.window is not None]
     reference = min([build.longest_sequence, *([4 * max(windows)] if windows else [])])
@@ -67,9 +67,9 @@ def _shares(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: BuildCon
     room = budget - sum(page_bytes)  # the trash pages
     longest = bisect.bisect_right(
         range(1, build.longest_sequence + 1), room,
-        key=lambda length: sum(pages * size for pages, size in zip(_needs(life_cycles, length, build), page_bytes,
+        key=lambda length: sum(pages * size for pages, size in zip(pages_needed(life_cycles, length, build), page_bytes,
                                                                    strict=True)))
-    least = _needs(life_cycles, longest, build)
+    least = pages_needed(life_cycles, longest, build)
     open_cycles = set(range(len(life_cycles)))
     chosen = least.copy()
     while open_cycles:
@@ -84,7 +84,7 @@ def _shares(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: BuildCon
     return tuple(1 + pages for pages in chosen)
 
 
-def _needs(life_cycles: tuple[LifeCycleSpec, ...], num_tokens: int, build: BuildConfig) -> list[int]:
+def pages_needed(life_cycles: tuple[LifeCycleSpec, ...], num_tokens: int, build: BuildConfig) -> list[int]:
     """Most pages of each life cycle that a request of ``num_tokens`` holds, whatever the scheduler's settings."""
     return [spec.worst_pages(num_tokens, max(build.max_num_tokens, PAGES_AHEAD * spec.page_size))
             for spec in life_cycles]
@@ -98,7 +98,7 @@ def describe_kv(engine: Engine, num_pages: tuple[int, ...]) -> str:
     for spec, pages in zip(life_cycles, num_pages, strict=True):
         kept = "tokens" if spec.window is None else f"tokens in windows of {spec.window}"
         parts[kept] = min(parts.get(kept, spec.page_size * (pages - 1)), spec.page_size * (pages - 1))
-    needs = _needs(life_cycles, build.longest_sequence, build)
+    needs = pages_needed(life_cycles, build.longest_sequence, build)
     short = any(pages - 1 < need for pages, need in zip(num_pages, needs, strict=True))
     note = f"; fewer than the engine's longest request ({build.longest_sequence})" if short else ""
     held = " and ".join(f"{count} {kept}" for kept, count in parts.items())
