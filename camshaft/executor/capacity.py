@@ -142,7 +142,4 @@ class CapacityScheduler:
 
 def _readable(record: WaitingRequest) -> Int32Array:
     """The tokens whose cached pages it may use, and one more: a prompt token still to be scored is computed."""
-    prompt_len = len(record.request.prompt_token_ids)
-    if record.request.sampling.num_prompt_logprobs is None or record.num_scored >= prompt_len - 1:
-        return record.token_ids
-    return record.token_ids[:record.num_scored + 1]
+    return record.token_ids[:record.num_scored + 1] if record.is_to_be_scored else record.token_ids

@@ -83,10 +83,13 @@ class RowPages:
         return False
 
     def reserve_ahead(self, row: int) -> bool:
-        """Room for a generating row's next token, and for those after it where that is to be had."""
-        columns, page_size = int(self._table.columns[row]), self.page_size
-        most = min((columns + PAGES_AHEAD) * page_size, int(self._table.worst_tokens[row]))
-        return self.reserve(row, most) or self.reserve(row, (columns + 1) * page_size)
+        """Room for a generating row's next token, and for those after it: where nothing is promised, only while there
+        are pages enough for all to do so.
+        """
+        table, columns, page_size = self._table, int(self._table.columns[row]), self.page_size
+        if not self._is_promised and self._kv.available_pages().min() < PAGES_AHEAD * table.num_used:
+            return self.reserve(row, (columns + 1) * page_size)
+        return self.reserve(row, min((columns + PAGES_AHEAD) * page_size, int(table.worst_tokens[row])))
 
     def reserve_up_to(self, row: int, num_tokens: int) -> int:
         """Room for the row's first ``num_tokens`` tokens, or as many as there are pages for; how many that is."""

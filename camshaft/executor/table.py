@@ -115,7 +115,7 @@ class RequestTable:
         self.num_scheduled[row] = self.num_landed[row] = self.num_cached[row] = num_cached
         self.num_scheduled_outputs[row] = self.num_outputs[row] = record.num_outputs
         self.num_scored[row] = record.num_scored
-        self.score_start[row] = prompt_len if request.sampling.num_prompt_logprobs is None else record.num_scored
+        self.score_start[row] = record.num_scored if record.is_to_be_scored else prompt_len
         self.output_limit[row], self.worst_tokens[row] = needs.output_limit, needs.worst_tokens
         self.worst_pages[row], self.soon_pages[row] = needs.worst_pages, needs.soon_pages
         self.shares[row] = request.reuse

@@ -32,6 +32,12 @@ class WaitingRequest:
     """Whether an increment was delivered."""
 
     @property
+    def is_to_be_scored(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still wanted."""
+        wanted = self.request.sampling.num_prompt_logprobs is not None
+        return wanted and self.num_scored < len(self.request.prompt_token_ids) - 1
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens delivered."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
