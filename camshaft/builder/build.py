@@ -21,7 +21,7 @@ import torch
 from camshaft.builder.activations import activation_peak_bytes
 from camshaft.builder.token_ids import count_token_ids
 from camshaft.config.build import BuildConfig, resolve_build
-from camshaft.config.model import GenerationDefaults
+from camshaft.config.model import GenerationDefaults, ModelConfig
 from camshaft.core import device as devices
 from camshaft.core import env
 from camshaft.core.device import DeviceSpec
@@ -89,8 +89,8 @@ def _parts(program: Program, checkpoint: Checkpoint, cfg: BuildConfig, device: D
         history=tuple({"name": record.name, "matches": record.matches, "notes": list(record.notes)}
                       for record in program.history),
         kernels=_kernels(program),
-        activation_peak_bytes=activation_peak_bytes(program, cfg), weights_id=_weights_id(checkpoint, cfg),
-        tokenizer_files=tokenizer_files, native=native,
+        activation_peak_bytes=activation_peak_bytes(program, cfg),
+        weights_id=_weights_id(checkpoint, program.config, cfg), tokenizer_files=tokenizer_files, native=native,
         num_token_ids=count_token_ids(tokenizer_files, generation, vocab_size))
 
 
@@ -129,12 +129,12 @@ def _kernels(program: Program) -> tuple[dict[str, Any], ...]:
                  for (op, kernel, why), count in sorted(chosen.items()))
 
 
-def _weights_id(checkpoint: Checkpoint, cfg: BuildConfig) -> str:
+def _weights_id(checkpoint: Checkpoint, model: ModelConfig, cfg: BuildConfig) -> str:
     """SHA-256 over the model's shape, what the build changes of it and evenly spaced samples of every checkpoint file.
 
     Equal checkpoints in two places have one id; reading them whole would double the time of a build.
     """
-    facts = json.dumps([checkpoint.config.to_dict(), cfg.dtype, cfg.weight_dtype, cfg.quantization,
+    facts = json.dumps([model.to_dict(), cfg.dtype, cfg.weight_dtype, cfg.quantization,
                         cfg.max_attention_window, cfg.sink_tokens], sort_keys=True)
     digest = hashlib.sha256(facts.encode())
     for path in sorted(checkpoint.files, key=lambda file: file.name):

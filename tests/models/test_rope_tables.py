@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from camshaft.builder.build import build
 from camshaft.config.build import DEFAULT_MAX_SEQ_LEN, BuildConfig, resolve_build
 from camshaft.config.model import RopeConfig
 from camshaft.core.errors import InternalError, UserError
 from camshaft.kernels.rope.ref import rope_cos_sin
 from camshaft.layers.rope import ROPE_KINDS, attention_factor, inverse_frequencies
 from camshaft.models.registry import family_of
-from camshaft.testing.tiny import tiny_config
+from camshaft.testing.tiny import tiny_config, write_tiny
 
 L = 256
 HEAD_DIM = 16
@@ -145,3 +146,10 @@ def test_only_tables_that_depend_on_the_length_take_one():
 def test_the_wrong_kind_is_our_bug():
     with pytest.raises(InternalError, match="'mrope'"):
         inverse_frequencies(RopeConfig(kind="mrope"), HEAD_DIM)
+
+
+def test_engines_whose_tables_differ_never_share_cached_keys(tmp_path):
+    model = write_tiny(tmp_path, tokenizer=False, rope_scaling={"type": "dynamic", "factor": 4.0},
+                       max_position_embeddings=L)
+    ids = [build(model, BuildConfig(device="cpu", max_seq_len=length)).manifest.weights_id for length in (L, L + 1)]
+    assert ids[0] != ids[1]
