@@ -77,7 +77,7 @@ def test_nothing_a_policy_does_changes_an_answer(family, policies):
         check_same(found, expected)
     preempted = stats["counters"]["num_preemptions"]
     if policies["capacity_policy"] == "max_utilization":
-        assert preempted >= 6, "of the nine sequences that generate, nearly every one has to be run again"
+        assert preempted >= 3, "sequences were to lose their pages and be run again"
     else:
         assert preempted == 0
 
