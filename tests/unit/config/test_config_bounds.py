@@ -25,7 +25,8 @@ HUGE = 10**5000
     {"allowed_token_ids": [0]}, {"logprobs": 0}, {"logprobs": 1024}, {"prompt_logprobs": 0},
     {"max_tokens": 0, "prompt_logprobs": 0}, {"temperature": 1e-6}])
 def test_sampling_parameters_at_their_bounds_are_accepted(fields):
-    SamplingParams(**fields)
+    params = SamplingParams(**fields)
+    assert {name: getattr(params, name) for name in fields} == fields
 
 
 def test_what_may_be_given_in_several_ways_is_kept_in_one():
