@@ -35,6 +35,7 @@ __all__ = [
     "QueueFullError",
     "RequestTooLargeError",
     "UserError",
+    "words_of",
 ]
 
 
@@ -43,7 +44,19 @@ def _shown(value: object) -> str:
         shown = repr(value)
     except ValueError:  # Python prints no whole number of more than a few thousand digits
         return f"a {type(value).__name__} too long to print"
+    except Exception:  # noqa: BLE001 - a caller's own object may do anything when asked for its words
+        return f"a {type(value).__name__} that cannot be shown"
     return shown if len(shown) <= 200 else shown[:197] + "..."
+
+
+def words_of(error: BaseException) -> str:
+    """Type and message of an error, whoever's it is: one that fails to say its message is named by its type alone."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - as above
+        return name
+    return f"{name}: {text}" if text else name
 
 
 class CamshaftError(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from camshaft.core.errors import words_of
 from camshaft.executor.trace import TraceStep
 from camshaft.runtime.step import StepLogprobs, StepOutput, StepRunner
 
@@ -93,7 +94,7 @@ def _run(step: TraceStep, runner: StepRunner) -> tuple[StepOutput | None, str | 
     try:
         return runner.submit(step.plan).result(), None
     except Exception as error:  # noqa: BLE001 - a recorded failure must be met again, whatever it is
-        return None, f"{type(error).__name__}: {error}"
+        return None, words_of(error)
 
 
 def _difference(step: TraceStep, output: StepOutput | None, failure: str | None) -> Difference | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from camshaft.core.errors import UserError
+from camshaft.core.errors import UserError, words_of
 from camshaft.core.log import logger
 from camshaft.executor.messages import GenerationRequest
 from camshaft.runtime.step import StepHandle, StepOutput, StepPlan, StepRunner
@@ -165,7 +165,7 @@ class RecordingRunner:
         """Record what became of a step that took ``seconds`` inside the runner."""
         line: dict[str, Any] = {"step": step, "runner_us": _micros(seconds)}
         if isinstance(outcome, Exception):
-            line["failure"] = f"{type(outcome).__name__}: {outcome}"
+            line["failure"] = words_of(outcome)
         else:
             line["output"] = to_json(outcome)
         self._writer.write(line)

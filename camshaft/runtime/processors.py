@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from camshaft.core.errors import UserError
+from camshaft.core.errors import UserError, words_of
 from camshaft.runtime.step import LogitsProcessor
 
 _FIELD = "logits_processor"
@@ -25,26 +25,37 @@ def run_processors(processors: Sequence[LogitsProcessor], token_ids: list[int],
     with torch.inference_mode(False), torch.no_grad():
         logits = logits_V.clone()
         for processor in processors:
-            logits = _checked(processor, _called(processor, list(token_ids), logits), len(logits_V))
+            logits = _processed(processor, list(token_ids), logits)
     return logits
 
 
-def _called(processor: LogitsProcessor, token_ids: list[int], logits_V: torch.Tensor) -> object:
+def _processed(processor: LogitsProcessor, token_ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+    vocab_size = len(logits_V)
     try:
-        return processor(token_ids, logits_V)
-    # whatever a caller's code raises, its own request alone may end by it
-    except Exception as error:
-        raise UserError(_FIELD, processor, f"code that does not raise; it raised {type(error).__name__}: {error}",
-                        "Mend the processor; this request alone ends") from error
+        return _checked(processor, processor(token_ids, logits_V), vocab_size)
+    except UserError as error:
+        if error.field == _FIELD:
+            raise
+        raise _raised(processor, error) from error
+    # whatever a caller's code raises, SystemExit too: its own request alone may end by it, not a thread that serves all
+    except BaseException as error:
+        raise _raised(processor, error) from error
+
+
+def _raised(processor: LogitsProcessor, error: BaseException) -> UserError:
+    return UserError(_FIELD, processor, f"code that does not raise; it raised {words_of(error)}",
+                     "Mend the processor; this request alone ends")
 
 
 def _checked(processor: LogitsProcessor, logits: object, vocab_size: int) -> torch.Tensor:
     needed = f"one that returns a float32 tensor of shape [{vocab_size}]"
     if not isinstance(logits, torch.Tensor):
         raise UserError(_FIELD, processor, f"{needed}; it returned {type(logits).__name__}")
+    if logits.layout != torch.strided:
+        raise UserError(_FIELD, processor, f"{needed}; it returned one in layout {logits.layout}")
     if logits.dtype != torch.float32 or tuple(logits.shape) != (vocab_size,):
         raise UserError(_FIELD, processor, f"{needed}; it returned {logits.dtype} of shape {list(logits.shape)}")
-    logits = logits.detach().to("cpu")
+    logits = logits.detach().as_subclass(torch.Tensor).to("cpu")
     if logits.isnan().any() or logits.isposinf().any():
         raise UserError(_FIELD, processor, "one that returns no NaN and no positive infinity",
                         "Mask a token with -inf")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from camshaft.core.errors import InternalError, UserError
+from camshaft.core.errors import InternalError, UserError, words_of
 from camshaft.runtime.step import StepOutput, StepPlan
 
 R = TypeVar("R", StepPlan, StepOutput)
@@ -65,7 +65,7 @@ def _encoded(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return [_encoded(name, part) for part in value]
     if isinstance(value, Exception):
-        return f"{type(value).__name__}: {value}"
+        return words_of(value)
     if dataclasses.is_dataclass(value):
         return _encoded_fields(value)
     raise UserError(name, value, "what can be written down: numbers, arrays, texts",
