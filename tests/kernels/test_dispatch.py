@@ -119,6 +119,24 @@ def test_mixed_types_are_refused_by_name():
     assert reasons["native"] == "mixes torch.bfloat16 and torch.float32"
 
 
+@pytest.mark.parametrize(("x", "weight", "refusal"), [
+    (torch.bfloat16, torch.float32, None), (torch.float16, torch.float32, None),
+    (torch.float32, torch.bfloat16, "mixes torch.bfloat16 and torch.float32"),
+    (torch.float16, torch.bfloat16, "mixes torch.bfloat16 and torch.float16"),
+    (torch.float64, torch.float32, "torch.float64 is not one of")])
+def test_only_rms_norms_take_a_float32_weight_beside_16_bit_values(x, weight, refusal):
+    load_families("cpu")
+
+    def reason(name, *args):
+        verdicts = explain(OPS.get(name), OpCall(CPU, args), native=True)
+        return next(None if verdict.ok else verdict.reason for verdict in verdicts if verdict.impl == "native")
+
+    x, weight = TensorInfo(x, (None, 8)), TensorInfo(weight, (8,))
+    for found in (reason("rms_norm", x, weight, 1e-5), reason("add_rms_norm", x, x, weight, 1e-5)):
+        assert found == refusal or (refusal and found.startswith(refusal))
+    assert reason("layer_norm", x, weight, None, 1e-5) is not None
+
+
 def test_a_choice_says_what_it_passed_over_and_why():
     op = load_families("cpu").get("rms_norm")
     x = TensorInfo(torch.float32, (None, 8))

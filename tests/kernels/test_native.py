@@ -282,6 +282,27 @@ def test_rounding_to_16_bits_is_to_nearest_even_as_in_torch(compiled, dtype):
     assert torch.equal(total, (gate_up.float() + gate_up.flip(1).float()).to(dtype))
 
 
+@pytest.mark.parametrize("impl", ["ref", "native"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_float32_weight_beside_16_bit_values_is_not_rounded_before_their_product(impl, dtype, compiled):
+    generator = torch.Generator().manual_seed(6)
+    x, residual = (torch.randn(50, 577, generator=generator).to(dtype) for _ in range(2))
+    weight = 1 + torch.randn(577, generator=generator) / 8
+    once = torch.finfo(dtype).eps / 2 * 1.001
+    normed, total = bind(OPS.get("add_rms_norm"), impl, compiled)(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, bind(OPS.get("rms_norm"), impl, compiled)(total, weight, 1e-5))
+    assert normed.dtype == dtype
+
+    def error(found):
+        wanted = OPS.get("rms_norm").spec.reference(total.double(), weight.double(), 1e-5)
+        known = wanted.abs() > torch.finfo(dtype).tiny * 4
+        return float(((found.double() - wanted) / wanted)[known].abs().max())
+
+    assert error(normed) <= once
+    assert error(bind(OPS.get("rms_norm"), impl, compiled)(total, weight.to(dtype), 1e-5)) > 2 * once
+
+
 def test_kernels_run_from_any_thread(compiled):
     linear = bind(OPS.get("linear"), "native", compiled)
     x, weight = torch.randn(3, 64), torch.randn(4096, 64)

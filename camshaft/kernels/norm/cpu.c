@@ -41,7 +41,8 @@ INLINE void add(const line *l, int kind) {
         give(l->total, take(l->x, k, l->size, kind) + take(l->residual, k, l->size, kind), k, l->size, kind);
 }
 
-INLINE void rms(const line *l, int kind) {
+/* The weight multiplies in `weight_kind`: what it is given is rounded to that, and the product to `kind`. */
+INLINE void rms(const line *l, int kind, int weight_kind) {
     vfloat squares[2] = {{0}, {0}};
     for (long k = 0; k < l->size; k += LANES) {
         vfloat x = take(l->x, k, l->size, kind);
@@ -49,8 +50,8 @@ INLINE void rms(const line *l, int kind) {
     }
     vfloat scale = splat(1.f / sqrtf(lane_sum(squares[0] + squares[1]) / (float)l->size + l->eps));
     for (long k = 0; k < l->size; k += LANES) {
-        vfloat x = rounded(take(l->x, k, l->size, kind) * scale, kind);
-        give(l->out, x * take(l->weight, k, l->size, kind), k, l->size, kind);
+        vfloat x = rounded(take(l->x, k, l->size, kind) * scale, weight_kind);
+        give(l->out, x * take(l->weight, k, l->size, weight_kind), k, l->size, kind);
     }
 }
 
@@ -76,23 +77,23 @@ INLINE void layer(const line *l, int kind) {
     }
 }
 
-INLINE void norm(line l, int centre, int kind) {
+INLINE void norm(line l, int centre, int kind, int weight_kind) {
     if (l.residual) {
         add(&l, kind);
         l.x = l.total;
     }
     if (centre) layer(&l, kind);
-    else rms(&l, kind);
+    else rms(&l, kind, weight_kind);
 }
 
 /* x, residual (or null): [outer, inner, size], lanes contiguous, strides in elements; out and total: contiguous.
- * `centre`: layer norm, else RMS norm. */
+ * `centre`: layer norm, else RMS norm, whose weight may be fp32 beside 16-bit values: `weight_kind`. */
 typedef struct {
     const void *x, *residual, *weight, *bias;
     void *out, *total;
     long x_outer, x_inner, r_outer, r_inner, rows, inner, size;
     float eps;
-    int centre, kind, threads;
+    int centre, kind, weight_kind, threads;
 } call;
 
 static void some_rows(void *context, long first, long last, int seat) {
@@ -103,9 +104,12 @@ static void some_rows(void *context, long first, long last, int seat) {
                   c->residual ? at(c->residual, offset(i, c->inner, c->r_outer, c->r_inner), c->kind) : 0,
                   c->weight, c->bias, at_mut(c->out, i * c->size, c->kind),
                   c->total ? at_mut(c->total, i * c->size, c->kind) : 0, c->size, c->eps};
-        if (c->kind == KIND_F32) norm(l, c->centre, KIND_F32);
-        else if (c->kind == KIND_BF16) norm(l, c->centre, KIND_BF16);
-        else norm(l, c->centre, KIND_F16);
+        int same = c->kind == c->weight_kind;
+        if (c->kind == KIND_F32) norm(l, c->centre, KIND_F32, KIND_F32);
+        else if (c->kind == KIND_BF16 && same) norm(l, c->centre, KIND_BF16, KIND_BF16);
+        else if (c->kind == KIND_BF16) norm(l, 0, KIND_BF16, KIND_F32);
+        else if (same) norm(l, c->centre, KIND_F16, KIND_F16);
+        else norm(l, 0, KIND_F16, KIND_F32);
     }
 }
 

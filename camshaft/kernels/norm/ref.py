@@ -10,15 +10,21 @@ from camshaft.kernels.op import OpSpec, Sample, define_op
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H] over its root mean square, cast to x's dtype, times weight [H]; contiguous."""
+    """x [..., H] over its root mean square, times weight [H], in x's dtype; contiguous.
+
+    A weight of x's dtype multiplies the quotient cast to it, as Llama's does. A float32 weight beside a 16-bit x
+    multiplies it in float32, and the product is rounded once, as Gemma's.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return ((wide * scale).to(x.dtype) * weight).contiguous()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype)
+    return (scaled * weight).to(x.dtype).contiguous()
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first."""
+    """``(rms_norm(x + residual), x + residual)``; the sum is rounded to x's dtype first."""
     total = (x + residual).contiguous()
     return rms_norm(total, weight, eps), total
 
@@ -80,11 +86,15 @@ def _weight(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _rms_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     for name, x, _ in _rows(dtype, device, generator):
         yield Sample(name, (x, _weight(x, generator), 1e-5))
+        if dtype.itemsize == 2:
+            yield Sample(f"{name}_float32_weight", (x, _weight(x.float(), generator), 1e-5))
 
 
 def _add_rms_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
     for name, x, residual in _rows(dtype, device, generator):
         yield Sample(name, (x, residual, _weight(x, generator), 1e-5))
+        if dtype.itemsize == 2:
+            yield Sample(f"{name}_float32_weight", (x, residual, _weight(x.float(), generator), 1e-5))
 
 
 def _layer_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
