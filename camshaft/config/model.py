@@ -49,7 +49,6 @@ class RopeConfig:
         return dataclasses.replace(self, longest_sequence=longest) if self.kind in LENGTH_DEPENDENT_ROPES else self
 
 
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder-only transformer."""

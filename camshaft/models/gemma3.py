@@ -25,10 +25,10 @@ from camshaft.models.config_fields import (
     int_field,
     optional_float,
     require,
-    rope_field,
     windows_field,
 )
 from camshaft.models.registry import ModelFamily, register_family
+from camshaft.models.rope_fields import rope_field
 
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
                   ("model.language_model.", "model."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,16 +10,8 @@ from torch import nn
 
 from camshaft.config.model import ModelConfig, RopeConfig
 from camshaft.layers.decoder import CausalLM, PreNormBlock
-from camshaft.models.config_fields import (
-    MAX_LAYERS,
-    bool_field,
-    check_heads,
-    float_field,
-    int_field,
-    require,
-    rope_field,
-    windows_field,
-)
+from camshaft.models.config_fields import bool_field, int_field, windows_field
+from camshaft.models.decoder_fields import decoder_config
 from camshaft.models.registry import ModelFamily, register_family
 
 
@@ -33,30 +26,21 @@ class Llama(ModelFamily):
 
     def config_from_hf(self, data: Mapping[str, Any]) -> ModelConfig:
         """See :meth:`ModelFamily.config_from_hf`. Refuses activations other than silu and unknown rotary kinds."""
-        architecture = data["architectures"][0]
-        mistral = architecture == "MistralForCausalLM"
+        mistral = data["architectures"][0] == "MistralForCausalLM"
         hidden, heads = int_field(data, "hidden_size"), int_field(data, "num_attention_heads")
-        kv_heads = int_field(data, "num_key_value_heads", 8 if mistral else heads)
-        head_dim = int_field(data, "head_dim", hidden // heads)
-        check_heads("config.json num_attention_heads, num_key_value_heads, head_dim", heads, kv_heads, head_dim)
-        require(data, "hidden_act", ("silu",))
-        max_position = int_field(data, "max_position_embeddings", 131072 if mistral else 2048)
-        bias = not mistral and bool_field(data, "attention_bias", False)
-        num_layers = int_field(data, "num_hidden_layers", most=MAX_LAYERS)
+        config = decoder_config(
+            data, num_kv_heads=int_field(data, "num_key_value_heads", 8 if mistral else heads),
+            head_dim=int_field(data, "head_dim", hidden // heads),
+            max_position=int_field(data, "max_position_embeddings", 131072 if mistral else 2048))
         if mistral:
-            # Mistral's own default is a window of 4096; null is how a checkpoint says it has none.
+            # a window of 4096 is Mistral's own default; null is how a checkpoint says it has none
             data = {"sliding_window": 4096, **data}
-        config = ModelConfig(
-            architecture=architecture, vocab_size=int_field(data, "vocab_size"), hidden_size=hidden,
-            intermediate_size=int_field(data, "intermediate_size"), num_layers=num_layers,
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, max_position=max_position,
-            norm_eps=float_field(data, "rms_norm_eps", 1e-6),
-            rope=rope_field(data, head_dim=head_dim, max_position=max_position),
-            tie_word_embeddings=bool_field(data, "tie_word_embeddings", False),
-            qkv_bias=bias, attention_out_bias=bias,
-            mlp_bias=not mistral and bool_field(data, "mlp_bias", False))
+        else:
+            bias = bool_field(data, "attention_bias", False)
+            config = dataclasses.replace(config, qkv_bias=bias, attention_out_bias=bias,
+                                         mlp_bias=bool_field(data, "mlp_bias", False))
         slides = mistral and data["sliding_window"] is not None
-        return config.with_windows(windows_field(data, num_layers, lambda layer: slides))
+        return config.with_windows(windows_field(data, config.num_layers, lambda layer: slides))
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""

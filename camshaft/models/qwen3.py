@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import nn
 from camshaft.config.model import ModelConfig, RopeConfig
 from camshaft.layers.decoder import CausalLM, PreNormBlock
 from camshaft.models.config_fields import bool_field, int_field
-from camshaft.models.qwen2 import qwen_config
+from camshaft.models.decoder_fields import decoder_config, later_windows_field
 from camshaft.models.registry import ModelFamily, register_family
 
 
@@ -26,8 +27,12 @@ class Qwen3(ModelFamily):
 
     def config_from_hf(self, data: Mapping[str, Any]) -> ModelConfig:
         """See :meth:`ModelFamily.config_from_hf`."""
-        bias = bool_field(data, "attention_bias", False)
-        return qwen_config(data, head_dim=int_field(data, "head_dim", 128), qkv_bias=bias, attention_out_bias=bias)
+        heads, bias = int_field(data, "num_attention_heads"), bool_field(data, "attention_bias", False)
+        config = decoder_config(data, num_kv_heads=int_field(data, "num_key_value_heads", heads),
+                                head_dim=int_field(data, "head_dim", 128),
+                                max_position=int_field(data, "max_position_embeddings", 32768))
+        config = dataclasses.replace(config, qkv_bias=bias, attention_out_bias=bias)
+        return config.with_windows(later_windows_field(data, config.num_layers))
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""

@@ -12,6 +12,7 @@ from camshaft.core.errors import InternalError, UserError
 from camshaft.kernels.rope.ref import rope_cos_sin
 from camshaft.layers.rope import ROPE_KINDS, attention_factor, inverse_frequencies
 from camshaft.models.registry import family_of
+from camshaft.models.rope_fields import ROPE_READERS
 from camshaft.testing.tiny import tiny_config, write_tiny
 
 L = 256
@@ -92,6 +93,7 @@ def test_b60_tables_equal_transformers_at_every_length_in_every_spelling(setting
 
 def test_every_kind_has_a_case():
     assert {settings.get("rope_type", "default") for settings in CASES.values()} == set(ROPE_KINDS)
+    assert ROPE_READERS.names() == tuple(sorted(ROPE_KINDS))
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "yarn", "llama3"])

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_layers_hold():
     lint_imports = Path(sys.executable).parent / "lint-imports"
     run = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_model_families_do_not_import_each_other():
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (PACKAGE / "models").glob("*.py")}
+    families = {name for name, text in files.items() if "@register_family" in text}
+    assert len(families) > 1
+    for name, text in files.items():
+        imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+        assert not imported & {f"camshaft.models.{family}" for family in families}, f"{name} imports a family"
+
+
+def test_every_kernel_family_is_held_independent_of_the_others():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (held,) = (contract["modules"] for contract in settings["tool"]["importlinter"]["contracts"]
+               if contract["type"] == "independence")
+    assert sorted(held) == sorted(f"camshaft.kernels.{path.parent.name}"
+                                  for path in (PACKAGE / "kernels").glob("*/ref.py"))
 
 
 def test_importing_the_package_loads_no_torch():
