@@ -123,7 +123,8 @@ def assemble(source: Source, *, build: BuildConfig, kv_cache: KvCacheConfig, sch
     executor = Executor(runner if writer is None else RecordingRunner(runner, writer), kv, limits=limits,
                         scheduler=scheduler, sink=front.sink)
     # nothing below may fail: nobody would end the threads
-    front.start(executor.submit if writer is None else recordable(executor.submit), executor.abort)
+    front.start(executor.submit if writer is None else recordable(executor.submit), executor.abort,
+                executor.check_may_wait)
     executor.start()
     logger.info("resolved configuration: %s", description)
     return Assembly(resolver=resolver, front=front, executor=executor, tokenizer=tokenizer, chat_template=template,

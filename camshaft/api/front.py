@@ -31,6 +31,8 @@ class Submit(Protocol):
 
 
 Abort = Callable[[RequestId], None]
+CheckMayWait = Callable[[], None]
+"""Raises on a thread that would wait for a result for ever."""
 
 
 class Front:
@@ -49,10 +51,11 @@ class Front:
         self._thread = threading.Thread(target=self._run, name="camshaft-front", daemon=True)
         self._submit: Submit | None = None
         self._abort: Abort | None = None
+        self._check_may_wait: CheckMayWait | None = None
 
-    def start(self, submit: Submit, abort: Abort) -> None:
-        """Begin to serve; ``submit`` and ``abort`` are the executor's."""
-        self._submit, self._abort = submit, abort
+    def start(self, submit: Submit, abort: Abort, check_may_wait: CheckMayWait | None = None) -> None:
+        """Begin to serve; ``submit``, ``abort`` and ``check_may_wait`` are the executor's."""
+        self._submit, self._abort, self._check_may_wait = submit, abort, check_may_wait
         self._thread.start()
 
     def sink(self, increments: list[Increment]) -> None:
@@ -65,7 +68,7 @@ class Front:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         # the executor holds this object's sink: without this, neither they nor the engine's memory would be freed
-        self._submit = self._abort = None
+        self._submit = self._abort = self._check_may_wait = None
 
     def submit(self, prepared: PreparedRequest) -> GenerationResult:
         """Send one request on its way, all its sequences or none. Raises what the executor refuses it with."""
@@ -73,7 +76,7 @@ class Front:
         if submit is None:
             raise EngineDeadError("the engine is shut down, or was never started")
         ids = [RequestId(next(self._ids)) for _ in range(prepared.params.num_sequences)]
-        live = LiveRequest(prepared, ids, self._tokenizer, lambda: self._abort_all(ids))
+        live = LiveRequest(prepared, ids, self._tokenizer, lambda: self._abort_all(ids), self._check_wait)
         with self._lock:
             self._live.update(dict.fromkeys(ids, live))
         try:
@@ -83,6 +86,11 @@ class Front:
             self._abort_all(ids)
             raise
         return live.result
+
+    def _check_wait(self) -> None:
+        check = self._check_may_wait
+        if check is not None:
+            check()
 
     def _abort_all(self, ids: list[RequestId]) -> None:
         """Ask the executor to end sequences; their final increments end the result."""

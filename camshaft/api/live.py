@@ -20,13 +20,13 @@ from camshaft.executor.messages import Increment, TokenLogprob
 
 
 class LiveRequest:
-    """Applies increments to ``result``, which ``abort`` cuts short.
+    """Applies increments to ``result``, which ``abort`` cuts short; ``check_may_wait`` goes before every wait for it.
 
     ``request_ids`` are those of its sequences, in order of choice; the request goes by the first.
     """
 
     def __init__(self, prepared: PreparedRequest, request_ids: Sequence[RequestId], tokenizer: Tokenizer | None,
-                 abort: Callable[[], None]) -> None:
+                 abort: Callable[[], None], check_may_wait: Callable[[], None]) -> None:
         params = prepared.params
         self._num_returned = params.n
         self._texts = _TokenTexts(tokenizer if params.detokenize else None)
@@ -39,7 +39,8 @@ class LiveRequest:
             completions = [CompletionOutput(index=index) for index in range(params.n)]
         self.result = GenerationResult(RequestOutput(
             request_id=request_ids[0], prompt=prepared.prompt, prompt_token_ids=prepared.token_ids,
-            outputs=completions, prompt_logprobs=None if params.prompt_logprobs is None else [None]), abort)
+            outputs=completions, prompt_logprobs=None if params.prompt_logprobs is None else [None]), abort,
+            check_may_wait)
 
     def take(self, increment: Increment) -> list[RequestId]:
         """Apply news of one sequence; the ids of those that are over with it: it, all when it failed, or none."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, overload
 
+import numpy as np
+
 from camshaft.api.assembly import Assembly, Source, assemble
 from camshaft.api.chat_template import ChatTemplate
 from camshaft.api.outputs import RequestOutput
@@ -197,6 +199,7 @@ class LLM:
 
     def _run_all(self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
                  *, names: list[str], show: bool, priority: Priority | None) -> list[GenerationResult]:
+        self._parts.executor.check_may_wait()
         chosen = _one_each(params, len(prompts))
         results = self._submit_all(prompts, chosen, names, priority)
         try:
@@ -252,7 +255,7 @@ def _is_single(inputs: Any) -> bool:
         return True
     if isinstance(inputs, bytes) or not isinstance(inputs, Sequence):
         raise UserError("inputs", inputs, "a string, a list of token ids, a dict, or a list of those")
-    return bool(inputs) and isinstance(inputs[0], int)
+    return bool(inputs) and isinstance(inputs[0], int | np.integer)
 
 
 def _unwrap(prompt: Prompt, name: str) -> str | Sequence[int]:

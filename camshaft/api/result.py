@@ -22,9 +22,11 @@ class GenerationResult:
     the choice is made at the end, so an iteration gives the final output alone.
     """
 
-    def __init__(self, output: RequestOutput, abort: Callable[[], None]) -> None:
+    def __init__(self, output: RequestOutput, abort: Callable[[], None],
+                 check_may_wait: Callable[[], None] = lambda: None) -> None:
         self._output = output
         self._abort = abort
+        self._check_may_wait = check_may_wait
         self._changed = threading.Condition()
         self._version = 0
         self._wakers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
@@ -45,7 +47,12 @@ class GenerationResult:
             self._abort()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end and return it. Raises the request's error, or TimeoutError after ``timeout`` seconds."""
+        """Wait for the end and return it. Raises the request's error, or TimeoutError after ``timeout`` seconds.
+
+        Every way of waiting raises UserError in a logits processor of the same LLM, where it would never end.
+        """
+        if not self.finished:
+            self._check_may_wait()
         with self._changed:
             if not self._changed.wait_for(lambda: self._output.finished, timeout):
                 raise TimeoutError(f"request {self.request_id} is not finished after {timeout} s")
@@ -68,6 +75,7 @@ class GenerationResult:
     def __iter__(self) -> Iterator[RequestOutput]:
         cursor, seen = _Cursor(), 0
         try:
+            self._check_may_wait()
             while True:
                 with self._changed:
                     while self._version == seen and not self._output.finished:
@@ -85,6 +93,7 @@ class GenerationResult:
         with self._changed:
             self._wakers[waker] = asyncio.get_running_loop()
         try:
+            self._check_may_wait()
             while True:
                 with self._changed:
                     waker.clear()

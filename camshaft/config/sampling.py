@@ -29,6 +29,8 @@ MAX_SEQUENCES = 128
 MAX_LOGPROBS = 1024
 """Most likeliest tokens whose log-probabilities may be asked for at each place."""
 MAX_BAD_WORDS = 1024
+MAX_LENGTH = 2**63 - 1
+"""Largest max_tokens and min_tokens: far beyond any sequence, and still a number that can be printed."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Within these, no finite logit of a model overflows."""
 
@@ -127,7 +129,7 @@ class SamplingParams(SamplingFields):
         return self.n if self.best_of is None else self.best_of
 
     def _check_lengths(self) -> None:
-        check_int("max_tokens", self.max_tokens, 0)
+        check_int("max_tokens", self.max_tokens, 0, MAX_LENGTH)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -141,7 +143,7 @@ class SamplingParams(SamplingFields):
             if self.num_sequences > 1:
                 raise UserError("n" if self.n > 1 else "best_of", self.num_sequences,
                                 "1 beside max_tokens=0, where nothing is generated")
-        check_int("min_tokens", self.min_tokens, 0)
+        check_int("min_tokens", self.min_tokens, 0, MAX_LENGTH)
         if self.min_tokens > self.max_tokens:
             raise UserError("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from camshaft.config.runtime import SchedulerConfig
-from camshaft.core.errors import EngineDeadError, InternalError, QueueFullError
+from camshaft.core.errors import EngineDeadError, InternalError, QueueFullError, UserError
 from camshaft.core.ids import RequestId
 from camshaft.core.log import logger
 from camshaft.executor import output
@@ -109,6 +109,13 @@ class Executor:
             if request_id in self._live:
                 self._inbox.append(request_id)
                 self._changed.notify_all()
+
+    def check_may_wait(self) -> None:
+        """Raise UserError on the executor's own thread, where callers' logits processors run: whoever waited there for
+        a request would wait for ever."""
+        if threading.current_thread() is self._thread:
+            raise UserError("logits_processor", "one that waits for an answer of the LLM that runs it",
+                            "code that returns without one", "Use another LLM, or generate_async() and look later")
 
     def stats(self) -> ExecutorStats:
         """Consistent counters, from any thread; waits for bookkeeping at most, never for a step."""

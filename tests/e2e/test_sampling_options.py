@@ -358,7 +358,16 @@ def test_b32_absurd_numbers_are_refused_and_the_engine_answers_on(llm):
         one(llm, PROMPT, logprobs=321)
     with pytest.raises(UserError, match="prompt"):
         one(llm, [10**9], max_tokens=2)
+    with pytest.raises(UserError, match="max_tokens"):
+        one(llm, [1] * 600, max_tokens=2**63 - 1)
     assert one(llm, PROMPT, max_tokens=2).finish_reason is not None
+
+
+def test_token_ids_of_numpy_are_one_prompt(llm):
+    import numpy as np
+
+    prompt = list(np.array([5, 6, 7], dtype=np.int32))
+    assert one(llm, prompt, max_tokens=4, **GREEDY).token_ids == one(llm, [5, 6, 7], max_tokens=4, **GREEDY).token_ids
 
 
 def test_b33_legal_extremes_answer(llm):

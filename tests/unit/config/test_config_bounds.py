@@ -65,7 +65,8 @@ def test_other_sampling_parameters_are_refused_by_name(fields):
     {"logit_bias": {-1: 1.0}}, {"logit_bias": {"1": 1.0}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
     {"allowed_token_ids": [-1]}, {"allowed_token_ids": 3}, {"logprobs": -1}, {"logprobs": 1025},
     {"logprobs": 1_000_000_000}, {"logprobs": HUGE}, {"logprobs": True}, {"prompt_logprobs": -1},
-    {"prompt_logprobs": 1025}, {"max_tokens": -1}, {"max_tokens": 0, "logprobs": 1},
+    {"prompt_logprobs": 1025}, {"max_tokens": -1}, {"max_tokens": 10**5000}, {"min_tokens": 10**5000},
+    {"max_tokens": 0, "logprobs": 1},
     {"n": 2, "max_tokens": 0, "prompt_logprobs": 0}, {"min_tokens": 1, "max_tokens": 0, "prompt_logprobs": 0},
     {"logits_processor": 5}, {"logits_processor": [None]}, {"top_p": -1}, {"temperature": 999999}])
 def test_b32_b33_numbers_beyond_their_bounds_are_refused_by_name(fields):
