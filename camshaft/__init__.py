@@ -6,6 +6,7 @@ Importing the package loads no torch; names resolve on first use.
 from __future__ import annotations
 
 import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES = MappingProxyType({
     "BuildConfig": "camshaft.config.build",
     "CamshaftError": "camshaft.core.errors",
     "CapacityError": "camshaft.core.errors",
@@ -43,7 +44,7 @@ _HOMES = {
     "SchedulerConfig": "camshaft.config.runtime",
     "UserError": "camshaft.core.errors",
     "build": "camshaft.builder.build",
-}
+})
 
 __all__ = sorted([*_HOMES, "__version__"])
 

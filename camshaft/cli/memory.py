@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from camshaft.builder.memory import MemoryNeeds, WeightChoice
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", re.ASCII)
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_UNITS = MappingProxyType({"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20,
+                           "Gi": 2**30, "Ti": 2**40})
 _MOST_OF_THE_REST = 0.95
 _LARGE_SHARE = 0.2
 """Activations above this share of all memory are worth a word."""

@@ -9,6 +9,7 @@ import shlex
 import types
 import typing
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from camshaft.config.doc import field_docs
@@ -18,7 +19,7 @@ from camshaft.core.errors import UserError
 
 FIXED_IN_A_CHAT = ("best_of", "detokenize", "logprobs", "n", "prompt_logprobs")
 """A chat shows one answer as text, so these stay as they are."""
-_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_SWITCH = MappingProxyType({"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False})
 
 
 def settable() -> dict[str, Any]:

@@ -6,11 +6,12 @@ Owns life cycles and page geometry; counts nothing and allocates nothing.
 from __future__ import annotations
 
 import dataclasses
+from types import MappingProxyType
 
 PAGES_AHEAD = 4
 """A generating row takes its pages a few at a time: asking for one costs several times the row's share of a
 step. They come out of what the row was promised, so they keep nobody out."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_int, check_range
 from camshaft.core.errors import UserError
 
-UNSUPPORTED_DEFAULTS: dict[str, Any] = {
+UNSUPPORTED_DEFAULTS: Mapping[str, Any] = MappingProxyType({
     "additional_model_outputs": None, "apply_batched_logits_processor": False, "beam_search_diversity_rate": None,
     "beam_width_array": None, "early_stopping": None, "embedding_bias": None, "exclude_input_from_output": True,
     "guided_decoding": None, "length_penalty": None, "lookahead_config": None, "pad_id": None,
@@ -21,7 +22,7 @@ UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "return_generation_logits": False, "return_perf_metrics": False, "spaces_between_special_tokens": True,
     "thinking_token_budget": None, "top_p_decay": None, "top_p_min": None, "top_p_reset_ids": None,
     "truncate_prompt_tokens": None, "use_beam_search": False,
-}
+})
 """SamplingParams fields of TensorRT-LLM that this version refuses unless they hold these values."""
 
 MAX_SEQUENCES = 128

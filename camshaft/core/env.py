@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import MappingProxyType
 
 from camshaft.core.errors import UserError
 
-VARIABLES = {
+VARIABLES = MappingProxyType({
     "CAMSHAFT_CACHE_DIR": "Folder of cached engines and downloads; default: ~/.cache/camshaft.",
     "CAMSHAFT_CACHE_MAX_BYTES": "Most bytes of cached engines kept on disk; default: 50 GB.",
     "CAMSHAFT_CC": "C compiler of the CPU kernels; none: do without, torch does the work.",
@@ -17,7 +18,7 @@ VARIABLES = {
     "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub, use what is cached.",
     "HF_TOKEN": "Access token of the Hugging Face hub.",
     "XDG_CACHE_HOME": "Folder of all caches; CAMSHAFT_CACHE_DIR goes before it.",
-}
+})
 """Every variable the package reads, with its documentation."""
 
 

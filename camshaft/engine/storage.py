@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 import filelock
@@ -34,11 +35,11 @@ ALIGNMENT = 64
 """Every tensor starts at a multiple of this in its file: a cache line, and any vector load."""
 _CHUNK_BYTES = 8 << 20
 _REBUILD = "Build the engine again"
-_LAYOUT_NAMES = {
+_LAYOUT_NAMES = MappingProxyType({
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _LAYOUT_NAMES}
+})
+_DTYPES = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in _LAYOUT_NAMES})
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, cast
 
 from camshaft.core.errors import NonFiniteLogitsError
@@ -10,7 +11,7 @@ from camshaft.executor.decoder.stop import LENGTH, STOP
 from camshaft.executor.messages import Increment, TokenLogprob
 from camshaft.runtime.step import StepLogprobs
 
-_REASONS = {STOP: "stop", LENGTH: "length"}
+_REASONS = MappingProxyType({STOP: "stop", LENGTH: "length"})
 
 
 def cancelled(request_id: RequestId) -> Increment:

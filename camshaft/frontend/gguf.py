@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
 _MAX_ELEMENTS = 1 << 40
-_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
-            12: "<f8"}
+_NUMBERS = MappingProxyType({0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+                             10: "<u8", 11: "<i8", 12: "<f8"})
 _STRING, _ARRAY = 8, 9
 _SMALLEST_ENTRY_BYTES = 13  # of a metadata entry: an empty key, a type and one byte
 _SMALLEST_TENSOR_BYTES = 32

@@ -7,6 +7,8 @@ Owns one description an architecture, registered under the name in ``general.arc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -15,12 +17,12 @@ from camshaft.config.model import RopeConfig
 from camshaft.core.registry import Registry
 from camshaft.frontend.gguf_metadata import Metadata
 
-_SHARED_BLOCK = {
+_SHARED_BLOCK = MappingProxyType({
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+})
+_HEAD_NORMS = MappingProxyType({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
 _SCALES = ("attention.scale", "attention.clamp_kqv", "logit_scale", "embedding_scale", "residual_scale")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -51,7 +53,7 @@ class GgufArchitecture:
 
     architecture: ClassVar[str]
     """The Hugging Face name of the definition."""
-    block: ClassVar[dict[str, str]] = {**_SHARED_BLOCK, "ffn_norm": "post_attention_layernorm"}
+    block: ClassVar[Mapping[str, str]] = MappingProxyType({**_SHARED_BLOCK, "ffn_norm": "post_attention_layernorm"})
     """Names within a block: GGUF → Hugging Face."""
     interleaved: ClassVar[bool] = False
     """Whether the rows of q and k are stored with the two elements that rotate together side by side."""
@@ -95,7 +97,7 @@ class Qwen3(GgufArchitecture):
     """Qwen3: norms of q and k a head."""
 
     architecture = "Qwen3ForCausalLM"
-    block: ClassVar[dict[str, str]] = {**GgufArchitecture.block, **_HEAD_NORMS}
+    block: ClassVar[Mapping[str, str]] = MappingProxyType({**GgufArchitecture.block, **_HEAD_NORMS})
 
 
 @ARCHITECTURES.register("gemma3")
@@ -104,9 +106,9 @@ class Gemma3(GgufArchitecture):
     rotary settings of their own."""
 
     architecture = "Gemma3ForCausalLM"
-    block: ClassVar[dict[str, str]] = {
+    block: ClassVar[Mapping[str, str]] = MappingProxyType({
         **_SHARED_BLOCK, **_HEAD_NORMS, "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+        "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"})
     norms_hold_one_plus = True
     refused_keys = _SCALES
 

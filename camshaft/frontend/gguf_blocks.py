@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 
 _CHUNK_ELEMENTS = 1 << 15  # 128 KiB of result stays in the L2 cache; torch starts no threads below this size
 
-UNSUPPORTED_NAMES = {
+UNSUPPORTED_NAMES = MappingProxyType({
     10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
-}
+})
 """Types a file may hold that are refused, so that the refusal can name them."""
 
 Unpack = Callable[[torch.Tensor, torch.Tensor], None]
@@ -127,7 +128,7 @@ def _packed(name: str, block_elements: int, block_bytes: int, unpack: Unpack) ->
                      unpack=unpack)
 
 
-BLOCK_TYPES = {
+BLOCK_TYPES = MappingProxyType({
     0: _plain("F32", torch.float32),
     1: _plain("F16", torch.float16),
     2: _packed("Q4_0", 32, 18, _unpack_q4_0),
@@ -139,7 +140,7 @@ BLOCK_TYPES = {
     13: _packed("Q5_K", 256, 176, _unpack_q5_k),
     14: _packed("Q6_K", 256, 210, _unpack_q6_k),
     30: _plain("BF16", torch.bfloat16),
-}
+})
 """Supported types by their number in the file."""
 
 

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ _CONTROL = 3
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
 _QWEN_TEXT_END = "<|endoftext|>"
 """Ends a text beside the turn's end in Qwen's models; in others it only separates training texts."""
-_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight"}
+_DTYPES = MappingProxyType({"F16": "float16", "BF16": "bfloat16"})
+_TOP = MappingProxyType({"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+                         "output.weight": "lm_head.weight"})
 
 Inventory = dict[str, tuple[tuple[int, ...], str]]
 """Tensor name → row-major shape and type name."""

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from camshaft.config.model import GenerationDefaults, ModelConfig
@@ -22,10 +23,10 @@ from camshaft.models.config_fields import MAX_SIZE
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TEMPLATE, _SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
-_UNSUPPORTED_GENERATION = {
+_UNSUPPORTED_GENERATION = MappingProxyType({
     "bad_words_ids": None, "begin_suppress_tokens": None, "encoder_no_repeat_ngram_size": 0,
     "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1.0, "num_beams": 1,
-    "penalty_alpha": 0.0, "sequence_bias": None, "suppress_tokens": None, "typical_p": 1.0}
+    "penalty_alpha": 0.0, "sequence_bias": None, "suppress_tokens": None, "typical_p": 1.0})
 """What a generation_config.json may ask for and gets a warning, with the value at which it changes nothing."""
 _STORAGE_DTYPES = ("float32", "bfloat16", "float16")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,9 @@ GRAPH_FORMAT = 1
 MAX_TEXT_BYTES = 64 << 20
 MAX_NODES = 200_000
 MAX_NESTING = 4
-_DTYPES = {str(dtype).removeprefix("torch."): dtype
-           for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8,
-                         torch.int32, torch.int64, torch.bool)}
+_DTYPES = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool)})
 
 
 def dump_graph(program: Program | fx.Graph) -> str:

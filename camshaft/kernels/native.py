@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -41,7 +42,7 @@ X86_FLAGS = ("-mtune=haswell",)
 rounded once or twice must not depend on which loop it stands in."""
 _STAMP = "camshaft_sources"
 """Name of the string inside a library that says which sources it was compiled from."""
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 """The dtype codes of ``native.h``; kernels take only these."""
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_SECONDS = 300

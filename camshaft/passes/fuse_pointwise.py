@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from torch import fx
 
 from camshaft.ir import nodes
@@ -10,10 +12,10 @@ from camshaft.ir.program import Program
 from camshaft.passes.base import Pass, PassContext, PassResult
 
 _SUM = Call("aten.add.Tensor", (Var("x"), Var("residual")), name="sum")
-_NORMS = {
+_NORMS = MappingProxyType({
     "camshaft.add_rms_norm": Call("camshaft.rms_norm", (_SUM, Var("weight"), Var("eps"))),
     "camshaft.add_layer_norm": Call("camshaft.layer_norm", (_SUM, Var("weight"), Var("bias"), Var("eps"))),
-}
+})
 _HALVES = Call("aten.split_with_sizes.default", (Var("gate_up"), Var("sizes"), -1))
 _UP = Item(1, _HALVES, single_use=True)
 
@@ -23,10 +25,10 @@ def _gated(activation: str, *extra: Var) -> Call:
     return Call("aten.mul.Tensor", (Call(activation, (gate, *extra), single_use=True), _UP), commutative=True)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS = MappingProxyType({
     "camshaft.silu_mul": _gated("aten.silu.default"),
     "camshaft.gelu_mul": _gated("aten.gelu.default", Var("approximate")),
-}
+})
 
 
 class FusePointwise(Pass):

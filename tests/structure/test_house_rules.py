@@ -64,6 +64,24 @@ def test_no_ambient_state(module):
             assert not taken, f"{path}:{node.lineno} takes {taken} out of reach of core/env.py"
 
 
+MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+MUTABLE_TYPES = {"dict", "list", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"}
+
+
+def test_modules_and_classes_hold_nothing_that_can_change(module):
+    path, tree = module
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for statement in (statement for body in bodies for statement in body):
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        name, value = ast.unparse(targets[0]), statement.value
+        made = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in MUTABLE_TYPES
+        if name not in ("__all__", "tags"):  # the language's own, and jinja2's
+            assert not made, f"{path}:{statement.lineno} {name}"
+            assert not isinstance(value, MUTABLE), f"{path}:{statement.lineno} {name}: use a tuple or MappingProxyType"
+
+
 def test_nothing_is_left_for_later(module):
     path, _ = module
     left = re.findall(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text(encoding="utf-8"))

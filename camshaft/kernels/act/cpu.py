@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 
@@ -13,7 +14,7 @@ from camshaft.kernels.op import OpCall
 
 _SILU, _GELU_TANH, _GELU = range(3)
 """The ``form`` codes of ``cpu.c``."""
-_GELU_FORMS = {"none": _GELU, "tanh": _GELU_TANH}
+_GELU_FORMS = MappingProxyType({"none": _GELU, "tanh": _GELU_TANH})
 
 
 def _bind(library: ctypes.CDLL) -> Callable[[torch.Tensor, int], torch.Tensor]:

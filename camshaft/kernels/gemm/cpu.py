@@ -18,7 +18,7 @@ from camshaft.kernels.gemm.ref import linear_op, linear_w8a8_op, linear_w8a16_op
 from camshaft.kernels.native import KINDS, entry, same_kind
 from camshaft.kernels.op import OpCall
 
-_BF16_UNITS = {"avx512_bf16", "amx_tile", "bf16"}
+_BF16_UNITS = frozenset({"avx512_bf16", "amx_tile", "bf16"})
 _UNITS_WIN_FROM_TOKENS = 16
 """Tokens from which a CPU's bf16 units (through torch) beat fp32 arithmetic; measured on Zen 4."""
 _INT8 = 3
