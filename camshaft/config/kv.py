@@ -14,6 +14,11 @@ step. They come out of what the row was promised, so they keep nobody out."""
 _DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
+def reserved_ahead(chunk_tokens: int, page_size: int) -> int:
+    """Most positions of a row that are reserved before the step that computes them was submitted."""
+    return max(chunk_tokens, PAGES_AHEAD * page_size)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LifeCycleSpec:
     """Layers whose cached tokens live and die together, and the shape of one of their pages.

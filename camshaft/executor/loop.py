@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from camshaft.config.kv import reserved_ahead
 from camshaft.config.runtime import SchedulerConfig
 from camshaft.core.errors import EngineDeadError, InternalError, QueueFullError, UserError
 from camshaft.core.ids import RequestId
@@ -23,7 +24,6 @@ from camshaft.executor import output
 from camshaft.executor.kv.manager import KVCacheManager
 from camshaft.executor.messages import GenerationRequest, Increment
 from camshaft.executor.microbatch import MicroBatchScheduler
-from camshaft.executor.pages import reserved_ahead
 from camshaft.executor.request import ExecutorLimits, RequestSize, check_fits, check_request
 from camshaft.executor.stats import ExecutorStats
 from camshaft.runtime.step import StepHandle, StepPlan, StepRunner

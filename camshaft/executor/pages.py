@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from camshaft.config.kv import PAGES_AHEAD
+from camshaft.config.kv import PAGES_AHEAD, reserved_ahead
 from camshaft.core.errors import InternalError
 from camshaft.executor.kv.manager import KVCacheManager, Reservation
 from camshaft.executor.policies.base import Load
@@ -22,11 +22,6 @@ from camshaft.runtime.step import PageUpdates
 
 _NONE = np.zeros(0, np.int32)
 _NO_UPDATES = PageUpdates(rows=_NONE, columns=_NONE, pages=_NONE, copy_from=_NONE, copy_to=_NONE)
-
-
-def reserved_ahead(chunk_tokens: int, page_size: int) -> int:
-    """Most positions of a row that are reserved before the step that computes them was submitted."""
-    return max(chunk_tokens, PAGES_AHEAD * page_size)
 
 
 class RowPages:

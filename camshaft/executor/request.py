@@ -61,7 +61,7 @@ class RequestSize:
 def check_fits(size: RequestSize, limits: ExecutorLimits, kv: KVCacheManager, step_tokens: int) -> None:
     """Raise RequestTooLargeError, with the numbers, for a request that could never run to its end.
 
-    ``step_tokens`` is how many positions of it are reserved ahead at most (``pages.reserved_ahead``).
+    ``step_tokens`` is how many positions of it are reserved ahead at most (``config.kv.reserved_ahead``).
     """
     room = limits.max_seq_len - size.num_prompt_tokens
     holds = kv.can_ever_hold(max(size.worst_case_tokens(limits), 1), step_tokens)

@@ -148,6 +148,13 @@ def weight_name(node: Any) -> str | None:
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
+def matrix_read(node: fx.Node) -> tuple[int, str] | None:
+    """Place and name of the matrix that a product or a lookup reads as a weight; None for any other node."""
+    place = {"camshaft.linear": 1, "aten.embedding.default": 0}.get(target_name(node.target))
+    name = None if node.op != "call_function" or place is None else weight_name(node.args[place])
+    return None if place is None or name is None else (place, name)
+
+
 def erase_dead(program: Program) -> int:
     """Remove calls nothing reads and weights nothing needs; returns how many nodes went."""
     erased = 0

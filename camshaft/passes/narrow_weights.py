@@ -32,10 +32,10 @@ class NarrowWeights(Pass):
 
 def _narrow(program: Program, node: fx.Node, dtype: torch.dtype) -> bool:
     """Let ``node`` read its weight in ``dtype``; whether there was anything to do."""
-    place = {"camshaft.linear": 1, "aten.embedding.default": 0}.get(nodes.target_name(node.target))
-    name = None if place is None else nodes.weight_name(node.args[place])
-    if node.op != "call_function" or place is None or name is None or program.weights[name].dtype == dtype:
+    read = nodes.matrix_read(node)
+    if read is None or program.weights[read[1]].dtype == dtype:
         return False
+    place, name = read
     narrow = f"{name}@{str(dtype).removeprefix('torch.')}"
     program.weights.setdefault(narrow, program.weights[name].cast(dtype))
     node.update_arg(place, nodes.weight_node(program, narrow))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from camshaft.config.build import BuildConfig
-from camshaft.config.kv import PAGES_AHEAD, LifeCycleSpec
+from camshaft.config.kv import LifeCycleSpec, reserved_ahead
 from camshaft.config.runtime import KvCacheConfig
 from camshaft.core.errors import UserError
 from camshaft.engine.artifact import Engine
@@ -86,7 +86,7 @@ def share_pages(life_cycles: tuple[LifeCycleSpec, ...], budget: int, build: Buil
 
 def pages_needed(life_cycles: tuple[LifeCycleSpec, ...], num_tokens: int, build: BuildConfig) -> list[int]:
     """Most pages of each life cycle that a request of ``num_tokens`` holds, whatever the scheduler's settings."""
-    return [spec.worst_pages(num_tokens, max(build.max_num_tokens, PAGES_AHEAD * spec.page_size))
+    return [spec.worst_pages(num_tokens, reserved_ahead(build.max_num_tokens, spec.page_size))
             for spec in life_cycles]
 
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from camshaft.config.kv import reserved_ahead
 from camshaft.config.runtime import SchedulerConfig
 from camshaft.core.errors import EngineDeadError, QueueFullError, RequestTooLargeError
 from camshaft.executor.messages import PrefixScope
-from camshaft.executor.pages import reserved_ahead
 from camshaft.executor.policies.base import load_policies
 from camshaft.executor.request import RequestSize
 from camshaft.testing.executor_rig import ExecutorRig, RigConfig

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from camshaft.config.doc import Doc, check_int
+from camshaft.config.doc import INT32_MAX, Doc, check_int
 from camshaft.core.errors import UserError
 
 _RULE = re.compile(r"(?P<low>\d+):(?P<high>\d+)|(?P<mean>\d+),(?P<deviation>\d+)|(?P<fixed>\d+)", re.ASCII)
-_MAX_LEN = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +75,11 @@ class LengthRule:
         found = {} if match is None else {key: int(value) for key, value in match.groupdict().items() if value}
         low = found.get("low", found.get("fixed", found.get("mean", 0)))
         high = found.get("high", low)
-        if not 1 <= low <= high <= _MAX_LEN:
+        if not 1 <= low <= high <= INT32_MAX:
             raise UserError(name, text, "N, MEAN,DEVIATION or LOW:HIGH with whole numbers from 1",
                             "Give e.g. 128 or 64:256")
         if "mean" in found:
-            return cls(low=1, high=_MAX_LEN, mean=found["mean"], deviation=found["deviation"])
+            return cls(low=1, high=INT32_MAX, mean=found["mean"], deviation=found["deviation"])
         return cls(low=low, high=high)
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 Owns reach, the one question in which full attention, sliding windows and sinks differ. Everything else
 (what a prefix match must find, what may be dropped while running, how eviction may cut the prefix
-tree) follows from the answer, so a new kind is one class here and no change to the manager.
+tree) follows from the answer, so a new kind is one class here and no change to the manager. How many pages a kind
+holds at worst is ``LifeCycleSpec.worst_pages``'s, which a build needs too.
 """
 
 from __future__ import annotations

@@ -75,43 +75,32 @@ def native_linear(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     return linear
 
 
-@linear_w8a16_op.impl("native", device="cpu", native=True, supports=_int8_fits, rank=10)
-def native_linear_w8a16(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
-    """Bind ``camshaft_linear`` with int8 weights. The result raises MemoryError where scratch memory cannot be had."""
-    run, pack = entry(library, "camshaft_linear", "PPPPPllllliii")
+def _bind_scaled(library: ctypes.CDLL, name: str, layout: str, *codes: int) -> Callable[..., torch.Tensor]:
+    """Bind a product with int8 weights; ``codes`` are what its struct has between the code of x and the threads."""
+    run, pack = entry(library, name, layout)
     kinds, num_threads = KINDS, torch.get_num_threads
 
-    def linear_w8a16(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
-                     bias: torch.Tensor | None) -> torch.Tensor:
+    def scaled(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tokens, depth = x.shape
         rows = weight.shape[0]
         x, x_row = _lines(x)
         weight, weight_row = _lines(weight)
         y = x.new_empty(tokens, rows)
         if run(pack(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), scale.data_ptr(),
-                    y.data_ptr(), tokens, rows, depth, x_row, weight_row, kinds[x.dtype], _INT8, num_threads())):
-            raise MemoryError("linear_w8a16: no memory for scratch space")
+                    y.data_ptr(), tokens, rows, depth, x_row, weight_row, kinds[x.dtype], *codes, num_threads())):
+            raise MemoryError(f"{name}: no memory for scratch space")
         return y
 
-    return linear_w8a16
+    return scaled
+
+
+@linear_w8a16_op.impl("native", device="cpu", native=True, supports=_int8_fits, rank=10)
+def native_linear_w8a16(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
+    """Bind ``camshaft_linear`` with int8 weights. The result raises MemoryError where scratch memory cannot be had."""
+    return _bind_scaled(library, "camshaft_linear", "PPPPPllllliii", _INT8)
 
 
 @linear_w8a8_op.impl("native", device="cpu", native=True, supports=_int8_fits, rank=10)
 def native_linear_w8a8(library: ctypes.CDLL) -> Callable[..., torch.Tensor]:
     """Bind ``camshaft_linear_int8``. The result raises MemoryError where scratch memory cannot be had."""
-    run, pack = entry(library, "camshaft_linear_int8", "PPPPPlllllii")
-    kinds, num_threads = KINDS, torch.get_num_threads
-
-    def linear_w8a8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
-                    bias: torch.Tensor | None) -> torch.Tensor:
-        tokens, depth = x.shape
-        rows = weight.shape[0]
-        x, x_row = _lines(x)
-        weight, weight_row = _lines(weight)
-        y = x.new_empty(tokens, rows)
-        if run(pack(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), scale.data_ptr(),
-                    y.data_ptr(), tokens, rows, depth, x_row, weight_row, kinds[x.dtype], num_threads())):
-            raise MemoryError("linear_w8a8: no memory for scratch space")
-        return y
-
-    return linear_w8a8
+    return _bind_scaled(library, "camshaft_linear_int8", "PPPPPlllllii")
