@@ -28,7 +28,7 @@ def replay(trace: Annotated[Path, typer.Argument(help="File that --trace FILE wr
                                                                    "and times.")] = False,
            no_cache: NoCacheOption = False,
            as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Run a step trace again and compare every token; exit code 1 where one differs."""
+    """Run a step trace again and compare every token; exit code 1 where one differs, or none can be compared."""
     configure_logging()
     if summary and (model is not None or revision is not None):
         raise UserError("model", model or revision, "nothing beside --summary, which runs no model", "Leave it out")
@@ -45,7 +45,7 @@ def replay(trace: Annotated[Path, typer.Argument(help="File that --trace FILE wr
         typer.echo(json.dumps(dataclasses.asdict(report), indent=1))
     else:
         typer.echo(_verdict(report))
-    if report.first is not None:
+    if not report.is_equal:
         raise typer.Exit(1)
 
 
@@ -74,7 +74,11 @@ def _engine(header: TraceHeader, model: str | None, revision: str | None, *, use
     source = Source(model=model if named else header.model, revision=revision if named else header.revision, token=None,
                     use_cache=use_cache, show_progress=True)
     path, _ = source.resolve()
-    build = None if is_engine_folder(path) else BuildConfig.from_dict(header.build)
+    try:
+        build = None if is_engine_folder(path) else BuildConfig.from_dict(header.build)
+    except (TypeError, KeyError) as error:
+        raise UserError("trace", header.build, f"build settings of this version ({error})",
+                        "Give an engine folder that was built with them") from error
     return cached_engine(path, build, use_cache=use_cache, show_progress=True)
 
 
@@ -91,13 +95,16 @@ def _check_same(header: TraceHeader, engine: Engine) -> None:
         raise UserError("build", {name: ours.get(name) for name in different},
                         f"the trace's { {name: header.build.get(name) for name in different} }",
                         "Give the checkpoint, or an engine built with those settings")
-    if list(manifest.device.features) != list(header.device["features"]):
+    if list(manifest.device.features) != header.device.get("features"):
         typer.echo("Recorded on a processor with other features: kernels may round differently.", err=True)
 
 
 def _runner(engine: Engine, header: TraceHeader) -> Any:
     from camshaft.runtime.model_engine import ModelEngine
 
+    if len(header.num_pages) != len(engine.manifest.life_cycles):
+        raise UserError("trace", header.num_pages, f"pages of {len(engine.manifest.life_cycles)} life cycles, as the "
+                        "engine has", "Its header was changed")
     runner = ModelEngine(engine, num_pages=header.num_pages)
     runner.warm_up()
     return runner
@@ -107,6 +114,8 @@ def _verdict(report: ReplayReport) -> str:
     left = f" {report.num_without_outcome} steps have no recorded outcome." if report.num_without_outcome else ""
     gap = report.largest_logprob_difference
     left += f" Log-probabilities differ by at most {gap:.3g}." if gap else ""
+    if report.first is None and not report.is_equal:
+        return f"Nothing to compare: the trace holds no outcome of its {report.num_steps} steps."
     if report.first is None:
         return f"Equal: {report.num_tokens} tokens in {report.num_steps} steps.{left}"
     return (f"Different: {report.num_different_steps} of {report.num_steps} steps; first, {_place(report.first)}: "
@@ -136,7 +145,7 @@ def _show_summary(recorded: Trace, as_json: bool) -> None:
 
 def _summary_rows(header: TraceHeader, found: TraceSummary) -> tuple[tuple[str, str], ...]:
     return (
-        ("model", f"{header.model or 'the default model'}, {header.build['dtype']} on {header.device['kind']}, "
+        ("model", f"{header.model or 'the default model'}, {header.build.get('dtype')} on {header.device.get('kind')}, "
                   f"{header.num_threads} threads"),
         ("recorded by", f"camshaft {header.camshaft}, torch {header.torch}"),
         ("KV pages", " + ".join(map(str, header.num_pages))),

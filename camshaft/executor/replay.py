@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from camshaft.core.errors import words_of
+from camshaft.core.errors import InternalError, words_of
 from camshaft.executor.trace import TraceStep
-from camshaft.runtime.step import StepLogprobs, StepOutput, StepRunner
+from camshaft.runtime.step import Float32Array, Int32Array, StepLogprobs, StepOutput, StepRunner
+
+_LARGEST_ROUNDING = 0.5
+"""Log-probabilities this far apart are not the same numbers rounded otherwise, whatever the processor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,12 @@ class ReplayReport:
     num_without_outcome: int
     """Steps that were run but whose outcome the trace does not hold."""
     largest_logprob_difference: float
-    """Over all recorded log-probabilities; 0 where there are none. It alone makes no difference."""
+    """Over all recorded log-probabilities; 0 where there are none. What rounding may make is no difference."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything was equal, and there was something to compare."""
+        return self.first is None and self.num_without_outcome < self.num_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +115,55 @@ def _difference(step: TraceStep, output: StepOutput | None, failure: str | None)
         return Difference(step=number, row=None, what="failure", recorded=step.failure or "none",
                           replayed=failure or "none")
     for what in ("rows", "epochs", "token_ids", "finite"):
-        before, now = getattr(recorded, what), getattr(output, what)
-        if before.shape != now.shape:
-            return Difference(step=number, row=None, what=what, recorded=f"{len(before)} rows",
-                              replayed=f"{len(now)} rows")
-        places = np.flatnonzero(before != now)
-        if len(places):
-            place = int(places[0])
-            return Difference(step=number, row=int(recorded.rows[place]), what=what, recorded=str(before[place]),
-                              replayed=str(now[place]))
+        place = _first_unequal(getattr(recorded, what), getattr(output, what))
+        if place is not None:
+            return _of(number, what, place, getattr(recorded, what), getattr(output, what), recorded.rows)
+    before, now = _failures(recorded), _failures(output)
+    if before != now:
+        return Difference(step=number, row=None, what="failures", recorded=str(before), replayed=str(now))
+    return (_logprobs_difference(number, "logprobs", recorded.logprobs, output.logprobs, recorded.rows)
+            or _logprobs_difference(number, "scores", recorded.scores, output.scores, None))
+
+
+def _failures(output: StepOutput) -> list[tuple[int, str]]:
+    """Places and words of a step's failures; an error that was read from a trace is nothing but its words."""
+    return [(place, str(error) if type(error) is InternalError else words_of(error))
+            for place, error in output.failures]
+
+
+def _first_unequal(before: npt.NDArray[Any], now: npt.NDArray[Any]) -> int | None:
+    """Index along the first dimension where two arrays part; 0 where their shapes differ; None: equal."""
+    if before.shape != now.shape:
+        return 0
+    unequal = (before != now) & ~((before != before) & (now != now))  # NaN is NaN here
+    places = np.argwhere(unequal)[:, :1].ravel()
+    return int(places[0]) if len(places) else None
+
+
+def _of(step: int, what: str, place: int, before: npt.NDArray[Any], now: npt.NDArray[Any],
+        rows: Int32Array | None) -> Difference:
+    if before.shape != now.shape:
+        return Difference(step=step, row=None, what=what, recorded=f"of shape {list(before.shape)}",
+                          replayed=f"of shape {list(now.shape)}")
+    return Difference(step=step, row=None if rows is None else int(rows[place]), what=what,
+                      recorded=str(before[place]), replayed=str(now[place]))
+
+
+def _logprobs_difference(step: int, what: str, before: StepLogprobs | None, now: StepLogprobs | None,
+                         rows: Int32Array | None) -> Difference | None:
+    """Where log-probabilities differ by more than rounding could make them: what there is of them, which are finite,
+    and, where the numbers are the very same, ranks and ids."""
+    if before is None or now is None:
+        if before is now:
+            return None
+        shown = ["none" if each is None else f"{len(each.logprobs)}" for each in (before, now)]
+        return Difference(step=step, row=None, what=what, recorded=shown[0], replayed=shown[1])
+    is_rounded = 0.0 < _largest_gap(before, now) < _LARGEST_ROUNDING
+    for field in ("finite", "logprobs", "top_logprobs", "ranks", "top_ids"):
+        old, new = getattr(before, field), getattr(now, field)
+        place = _first_unequal(old, new)
+        if place is not None and (old.shape != new.shape or field == "finite" or not is_rounded):
+            return _of(step, f"{what}.{field}", place, old, new, rows)
     return None
 
 
@@ -124,10 +174,16 @@ def _logprob_difference(recorded: StepOutput, output: StepOutput) -> float:
 
 
 def _largest_gap(before: StepLogprobs, now: StepLogprobs) -> float:
-    if before.logprobs.shape != now.logprobs.shape:
+    """Largest difference of two log-probabilities; infinite where only one of them is a number."""
+    return max(_gap(before.logprobs, now.logprobs), _gap(before.top_logprobs, now.top_logprobs))
+
+
+def _gap(before: Float32Array, now: Float32Array) -> float:
+    if before.shape != now.shape:
         return float("inf")
-    both = np.isfinite(before.logprobs) & np.isfinite(now.logprobs)
-    return float(np.abs(before.logprobs[both] - now.logprobs[both]).max(initial=0.0))
+    numbers = np.isfinite(before) & np.isfinite(now)
+    same = numbers | (before == now) | (np.isnan(before) & np.isnan(now))
+    return float(np.abs(before[numbers] - now[numbers]).max(initial=0.0)) if same.all() else float("inf")
 
 
 def summarise(steps: Sequence[TraceStep]) -> TraceSummary:

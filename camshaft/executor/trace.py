@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from camshaft.config.doc import INT32_MAX
 from camshaft.core.errors import UserError, words_of
 from camshaft.core.log import logger
 from camshaft.executor.messages import GenerationRequest
@@ -216,33 +217,71 @@ def _header(path: Path, line: bytes) -> TraceHeader:
     try:
         data = json.loads(line)
         version = data.pop(_MARK)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError("trace", str(path), _WHAT, "Its first line is no header of one") from error
     if version != FORMAT_VERSION:
         raise UserError("trace", str(path), f"format {FORMAT_VERSION}; this is format {version}",
                         f"Read it with camshaft {data.get('camshaft', 'of that time')}")
     try:
-        return TraceHeader(**{**data, "num_pages": tuple(data["num_pages"])})
+        header = TraceHeader(**{**data, "num_pages": tuple(data["num_pages"])})
     except (TypeError, KeyError) as error:
         raise UserError("trace", str(path), _WHAT, f"Its header is of another shape ({error})") from error
+    wrong = _wrong_fields(header)
+    if wrong:
+        raise UserError("trace", str(path), _WHAT, f"Its header is of another shape ({', '.join(wrong)})")
+    return header
+
+
+def _wrong_fields(header: TraceHeader) -> list[str]:
+    """Names of the fields that hold something else than a writer puts there."""
+    sound = {**{name: isinstance(getattr(header, name), str) for name in ("camshaft", "torch", "weights_id")},
+             **{name: isinstance(getattr(header, name), str | None) for name in ("model", "revision")},
+             **{name: isinstance(getattr(header, name), dict) for name in ("build", "device", "kv_cache", "scheduler")},
+             "num_pages": all(_is_count(pages) for pages in header.num_pages),
+             "num_threads": _is_count(header.num_threads)}
+    return [name for name, is_sound in sound.items() if not is_sound]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= INT32_MAX
 
 
 def _steps(path: Path, lines: list[bytes]) -> Iterator[TraceStep]:
-    """Steps in order of submission."""
+    """Steps in order of submission. Only the last ones may lack an outcome: a writer leaves nothing out."""
     plans: dict[int, tuple[StepPlan, int]] = {}
     outcomes: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, 2):
         try:
             data = json.loads(line)
             if "plan" in data:
-                plan = from_json(StepPlan, data["plan"])
-                plans[plan.step] = plan, int(data["host_us"])
+                _take_plan(data, plans)
             else:
-                output = from_json(StepOutput, data["output"]) if "output" in data else None
-                outcomes[data["step"]] = {"output": output, "failure": data["failure"] if output is None else None,
-                                          "runner_us": int(data["runner_us"])}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError("trace", f"{path}, line {number}", _WHAT, f"{type(error).__name__}: {error}") from error
+                _take_outcome(data, plans, outcomes)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise UserError("trace", f"{path}, line {number}", _WHAT, words_of(error)) from error
     unknown = {"output": None, "failure": None, "runner_us": 0}
     for step, (plan, host_us) in plans.items():
         yield TraceStep(plan=plan, host_us=host_us, **outcomes.get(step, unknown))
+
+
+def _take_plan(data: dict[str, Any], plans: dict[int, tuple[StepPlan, int]]) -> None:
+    plan = from_json(StepPlan, data["plan"])
+    last = next(reversed(plans), None)
+    if last is not None and plan.step != last + 1:
+        raise ValueError(f"step {plan.step} comes after step {last}")
+    plans[plan.step] = plan, int(data["host_us"])
+
+
+def _take_outcome(data: dict[str, Any], plans: dict[int, tuple[StepPlan, int]],
+                  outcomes: dict[int, dict[str, Any]]) -> None:
+    """Outputs come in the order of their steps; a failure may come before the output of a step under way."""
+    step, output = data["step"], None
+    if "output" in data:
+        output = from_json(StepOutput, data["output"])
+        awaited = next((each for each in plans if each not in outcomes), None)
+        if step != awaited or output.step != step:
+            raise ValueError(f"the output of step {step} where that of step {awaited} belongs")
+    elif step not in plans or step in outcomes or not isinstance(data["failure"], str):
+        raise ValueError(f"the failure of step {step}, which is not under way")
+    outcomes[step] = {"output": output, "failure": None if output is not None else data["failure"],
+                      "runner_us": int(data["runner_us"])}

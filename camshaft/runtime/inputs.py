@@ -111,6 +111,8 @@ class RowState:
             setattr(self, name, _grown(getattr(self, name), size, filler))
 
     def _update_pages(self, index: int, updates: PageUpdates) -> None:
+        _require(len(updates.rows) == len(updates.columns) == len(updates.pages)
+                 and len(updates.copy_from) == len(updates.copy_to), "a row and a column for every page")
         for pages in (updates.pages, updates.copy_from, updates.copy_to):
             _require(not len(pages) or (pages.min() > 0 and pages.max() < self._num_pages[index]), "pages of the pool")
         if len(updates.rows):
@@ -178,8 +180,11 @@ class RowState:
         _require(0 < plan.num_rows <= self._max_batch_size, "between one row and max_batch_size")
         _require(plan.num_tokens <= self._max_num_tokens, "at most max_num_tokens tokens")
         rows = plan.rows
+        _require(all(len(each) == len(rows) for each in (plan.epochs, plan.query_lens, plan.start_positions,
+                                                         plan.samples, plan.output_indices)), "a value for every row")
         _require(rows.min() >= 0 and rows.max() < len(self.epoch), "rows that arrived")
         _require(bool((self.epoch[rows] == plan.epochs).all()), "the current epoch of every row")
+        _require(plan.query_lens.max() <= plan.num_tokens, "token counts that add up")
         _require(plan.query_lens.min() > 0 and bool((plan.query_lens[:plan.num_generation] == 1).all()),
                  "one token a generation row, at least one a context row")
         _require(plan.start_positions.min() >= 0, "positions that are not negative")

@@ -24,6 +24,7 @@ from camshaft.runtime.step import StepOutput, StepPlan
 R = TypeVar("R", StepPlan, StepOutput)
 _PLAIN = (bool, int, float, str)
 _SHAPE = "shape"
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def to_json(record: StepPlan | StepOutput) -> dict[str, Any]:
@@ -134,11 +135,23 @@ def _decoded_array(data: Mapping[str, Any]) -> npt.NDArray[Any]:
     if len(names) != 1:
         raise ValueError(f"{str(data)[:40]} in place of an array of one dtype")
     (name,) = names
+    dtype = _dtype(name)
+    if not isinstance(data[name], list) or not all(_is_of(dtype, value) for value in data[name]):
+        raise ValueError(f"{str(data[name])[:40]} in place of numbers of {name}")
     try:
-        array: npt.NDArray[Any] = np.array(data[name], dtype=_dtype(name))
+        array: npt.NDArray[Any] = np.array(data[name], dtype=dtype)
     except OverflowError as error:
         raise ValueError(f"a number beyond {name}") from error
     return array.reshape(data[_SHAPE]) if _SHAPE in data else array
+
+
+def _is_of(dtype: np.dtype[Any], value: object) -> bool:
+    """Whether an array of ``dtype`` holds just this value: numpy would round or convert others."""
+    if dtype.kind == "b":
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (dtype.kind == "f" and (isinstance(value, float) or value in _NOT_FINITE))
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -55,6 +55,109 @@ def test_a_changed_token_is_found_with_its_step_and_row(trace, tmp_path):
     assert found["first"]["row"] == line["output"]["rows"]["int32"][-1]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_trace_with_preemptions_in_it_is_replayed_to_the_same_tokens(tiny_engine, tmp_path, depth):
+    path, rng = tmp_path / "t.jsonl", np.random.default_rng(2)
+    prompts = [rng.integers(1, 300, rng.integers(4, 40)).tolist() for _ in range(10)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8 * (index % 2), seed=index,
+                             repetition_penalty=1.3 if index % 3 else None, n=1 + index % 2,
+                             no_repeat_ngram_size=2 if index % 4 == 0 else None, logprobs=2 if index % 5 == 0 else None,
+                             prompt_logprobs=1 if index % 5 == 1 else None) for index in range(10)]
+    with LLM(tiny_engine, kv_cache={"max_bytes": 2**16 + 2**13}, trace=path, scheduler={
+            "capacity_policy": "max_utilization", "overlap_depth": depth, "context_chunk_tokens": 32}) as llm:
+        llm.generate(prompts, params)
+        assert llm.get_stats()["counters"]["num_preemptions"] > 0
+    shown = replayed(path)
+    assert (shown.exit_code, "Equal" in shown.output) == (0, True), shown.output
+
+
+def rewritten(trace, path, change):
+    """The trace with ``change(lines)`` applied to its parsed lines; ``lines[1:]`` are plans and outcomes."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def of_kind(lines, kind, holds=lambda part: True):
+    return next(line[kind] for line in lines[1:] if kind in line and holds(line[kind]))
+
+
+def scored(lines):
+    return of_kind(lines, "output", lambda output: output.get("logprobs"))["logprobs"]
+
+
+EDITS = {
+    "a log-probability that rounding cannot explain": lambda lines: scored(lines)["logprobs"]["float32"].__setitem__(
+        0, -700.0),
+    "a log-probability that is no number": lambda lines: scored(lines)["top_logprobs"]["float32"].__setitem__(0, "nan"),
+    "a rank": lambda lines: scored(lines)["ranks"]["int32"].__setitem__(0, 299),
+    "a likeliest id": lambda lines: scored(lines)["top_ids"]["int32"].__setitem__(0, 319),
+    "an unsound score": lambda lines: of_kind(lines, "output", lambda output: output.get("scores"))[
+        "scores"]["finite"]["bool"].__setitem__(0, False),
+    "log-probabilities left out": lambda lines: of_kind(lines, "output", lambda output: output.get("logprobs")).pop(
+        "logprobs"),
+    "a failure that was none": lambda lines: of_kind(lines, "output").update(failures=[[0, "UserError: x"]]),
+    "a page of another row": lambda lines: of_kind(lines, "plan", lambda plan: plan["page_updates"][0]["rows"][
+        "int32"])["page_updates"][0]["pages"].update(int32=[10**6]),
+    "one position for all rows": lambda lines: of_kind(lines, "plan", lambda plan: len(plan["rows"]["int32"]) > 1)[
+        "start_positions"].update(int32=[0]),
+    "rows fed beyond memory": lambda lines: of_kind(lines, "plan")["query_lens"].update(int32=[2**31 - 1] * 3),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_trace_is_never_called_equal(trace, tmp_path, edit):
+    shown = replayed(rewritten(trace, tmp_path / "t.jsonl", EDITS[edit]))
+    assert (shown.exit_code, "Different" in shown.output) == (1, True), shown.output
+
+
+BREAKS = {
+    "a plan left out": lambda lines: lines.pop(5),
+    "an output left out": lambda lines: lines.remove(next(line for line in lines[1:] if "output" in line)),
+    "a line twice": lambda lines: lines.insert(3, lines[2]),
+    "two steps left out": lambda lines: lines.__delitem__(slice(7, 11)),
+    "an outcome of nobody": lambda lines: lines.append({"step": 9999, "runner_us": 1, "failure": "x"}),
+    "an output of another step": lambda lines: of_kind(lines, "output").update(step=77),
+    "a token that is no whole number": lambda lines: of_kind(lines, "output", lambda output: output["token_ids"][
+        "int32"])["token_ids"]["int32"].__setitem__(0, 1.7),
+    "a token in quotes": lambda lines: of_kind(lines, "output", lambda output: output["token_ids"]["int32"])[
+        "token_ids"]["int32"].__setitem__(0, "3"),
+    "a switch that is a number": lambda lines: of_kind(lines, "output", lambda output: output["finite"]["bool"])[
+        "finite"]["bool"].__setitem__(0, 5),
+    "an endless time": lambda lines: lines[1].update(host_us=float("inf")),
+    "a header without its device": lambda lines: lines[0].update(device=[]),
+    "a header with odd pages": lambda lines: lines[0].update(num_pages=["many"]),
+    "a header with pages beyond all": lambda lines: lines[0].update(num_pages=[10**30]),
+    "a header with two pools": lambda lines: lines[0].update(num_pages=[8, 8]),
+    "a header without settings": lambda lines: lines[0].update(build={}, model=None),
+    "a header of another model": lambda lines: lines[0].update(model=5),
+}
+
+
+@pytest.mark.parametrize("change", BREAKS)
+def test_a_broken_trace_is_refused_by_name_and_never_replayed(trace, tiny_engine, tmp_path, change):
+    shown = replayed(rewritten(trace, tmp_path / "t.jsonl", BREAKS[change]), tiny_engine)
+    assert isinstance(shown.exception, UserError), shown.output
+    summary = replayed(tmp_path / "t.jsonl", "--summary").exception
+    assert summary is None or isinstance(summary, UserError)
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, '{"camshaft_trace":1,' + '"a":[' * 100000])
+def test_a_trace_of_brackets_is_refused(trace, tmp_path, text):
+    for content in (text + "\n", trace.read_text().splitlines()[0] + "\n" + text + "\n"):
+        (tmp_path / "t.jsonl").write_text(content)
+        with pytest.raises(UserError, match="trace"):
+            read_trace(tmp_path / "t.jsonl")
+
+
+def test_a_trace_without_outcomes_is_not_equal(trace, tmp_path):
+    for kept in (1, 2):
+        shown = replayed(rewritten(trace, tmp_path / "t.jsonl", lambda lines, kept=kept: lines.__delitem__(
+            slice(kept, None))))
+        assert (shown.exit_code, "Nothing to compare" in shown.output) == (1, True), shown.output
+
+
 def test_another_engine_or_other_settings_are_refused_by_name(trace, tiny_llama, tmp_path):
     from camshaft.testing.tiny import write_tiny_llama
 
