@@ -21,6 +21,7 @@ from camshaft.cli.benchmark.compare import check_comparable, compare, read_repor
 from camshaft.cli.benchmark.report import REPORT_VERSION, distribution_rows, report_rows, shown
 from camshaft.cli.benchmark.startup import CHILD
 from camshaft.cli.benchmark.workload import ConcurrentConfig, WorkloadConfig
+from camshaft.cli.opening import Opening
 from camshaft.cli.options import GroupedCommand, pick, with_options
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import Doc, check_int, check_range
@@ -29,6 +30,8 @@ from camshaft.core.errors import UserError
 from camshaft.core.log import configure_logging, progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from camshaft.api.llm import LLM
 
 bench = typer.Typer(name="bench", no_args_is_help=True, rich_markup_mode=None,
@@ -56,8 +59,8 @@ def throughput(model: ModelArgument = None, revision: RevisionOption = None, no_
                trace: TraceOption = None, **given: Any) -> None:
     """Many requests side by side, token ids in and out, every answer of the length that was asked for."""
     workload = pick(ConcurrentConfig, given)
-    _measure("throughput", workload, workload.concurrency, given,
-             _Opening(model=model, revision=revision, use_cache=not no_cache, trace=trace))
+    _measure("throughput", workload, workload.concurrency, pick(ReportConfig, given),
+             Opening.of(given, model=model, revision=revision, no_cache=no_cache, trace=trace))
 
 
 @bench.command(cls=GroupedCommand)
@@ -65,8 +68,8 @@ def throughput(model: ModelArgument = None, revision: RevisionOption = None, no_
 def latency(model: ModelArgument = None, revision: RevisionOption = None, no_cache: NoCacheOption = False,
             trace: TraceOption = None, **given: Any) -> None:
     """One request after the other, each alone."""
-    _measure("latency", pick(WorkloadConfig, given), 1, given,
-             _Opening(model=model, revision=revision, use_cache=not no_cache, trace=trace))
+    _measure("latency", pick(WorkloadConfig, given), 1, pick(ReportConfig, given),
+             Opening.of(given, model=model, revision=revision, no_cache=no_cache, trace=trace))
 
 
 @bench.command(cls=GroupedCommand)
@@ -100,31 +103,13 @@ def first_token(model: str, settings: Annotated[str, typer.Option("--settings")]
     typer.echo(run_child(model, settings))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Opening:
-    """Which model, and how it is opened."""
-
-    model: str | None
-    revision: str | None
-    use_cache: bool
-    trace: Path | None
-
-    def open(self, given: Mapping[str, Any]) -> LLM:
-        from camshaft.api.llm import LLM
-
-        return LLM(self.model, revision=self.revision, use_cache=self.use_cache, trace=self.trace, show_progress=True,
-                   build=pick(BuildConfig, given), kv_cache=pick(KvCacheConfig, given, "kv_"),
-                   scheduler=pick(SchedulerConfig, given, "scheduler_"))
-
-
-def _measure(benchmark: str, workload: WorkloadConfig, concurrency: int | None, given: Mapping[str, Any],
-             opening: _Opening) -> None:
+def _measure(benchmark: str, workload: WorkloadConfig, concurrency: int | None, reporting: ReportConfig,
+             opening: Opening) -> None:
     from camshaft.cli.benchmark.measure import run_requests
     from camshaft.cli.benchmark.report import performance
     from camshaft.cli.benchmark.workload import make_requests
 
-    reporting = pick(ReportConfig, given)
-    with opening.open(given) as llm:
+    with opening.open() as llm:
         typer.echo(llm.summary, err=True)
         configuration = _configuration(llm, workload)
         old = _earlier(reporting, benchmark, configuration)
@@ -205,7 +190,7 @@ def _finish(report: dict[str, Any], old: dict[str, Any] | None, reporting: Repor
         raise typer.Exit(1)
 
 
-def _show_report(console: Any, report: Mapping[str, Any]) -> None:
+def _show_report(console: Console, report: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     numbers = Table("", "", title=f"camshaft bench {report['benchmark']}", title_justify="left", show_header=False,
@@ -220,7 +205,7 @@ def _show_report(console: Any, report: Mapping[str, Any]) -> None:
     console.print(spread)
 
 
-def _show_comparison(console: Any, old: Mapping[str, Any], report: Mapping[str, Any],
+def _show_comparison(console: Console, old: Mapping[str, Any], report: Mapping[str, Any],
                      reporting: ReportConfig) -> bool:
     """Print both reports' numbers; whether one of them became worse by more than the tolerance."""
     from rich.table import Table

@@ -16,7 +16,8 @@ import typer
 
 from camshaft.cli.arguments import ModelArgument, NoCacheOption, RevisionOption, TraceOption
 from camshaft.cli.conversation import COMMANDS, Conversation
-from camshaft.cli.options import pick, typed_fields, with_options
+from camshaft.cli.opening import Opening
+from camshaft.cli.options import typed_fields, with_options
 from camshaft.cli.settings import refuse_fixed
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import Doc
@@ -52,16 +53,10 @@ def chat(model: ModelArgument = None,
     settings = {"max_tokens": DEFAULT_MAX_TOKENS} | typed_fields(_SamplingFields, given)
     refuse_fixed(settings)
     SamplingParams(**settings)
-    build = pick(BuildConfig, given)
-    kv_cache, scheduler = pick(KvCacheConfig, given, "kv_"), pick(SchedulerConfig, given, "scheduler_")
+    opening = Opening.of(given, model=model, revision=revision, no_cache=no_cache, trace=trace)
     if sys.stdin is None:
         raise UserError("standard input", None, "a terminal or messages, one a line; it is closed")
-    if model is None:
-        typer.echo("No model given: using the default, SmolLM2-135M-Instruct (Apache-2.0).", err=True)
-    from camshaft.api.llm import LLM
-
-    with LLM(model, revision=revision, build=build, kv_cache=kv_cache, scheduler=scheduler, use_cache=not no_cache,
-             show_progress=True, trace=trace) as llm:
+    with opening.open() as llm:
         if not llm.has_chat_template:
             raise UserError("model", model or "default", "a model with a chat template, which this one has not",
                             "Continue plain text with: camshaft run --raw")

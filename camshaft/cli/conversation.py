@@ -10,14 +10,18 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from camshaft.cli.settings import assign, parse_assignments
 from camshaft.config.sampling import SamplingParams
 from camshaft.core.errors import CamshaftError, RequestTooLargeError, UserError
 from camshaft.core.registry import Registry
+
+if TYPE_CHECKING:
+    from camshaft.api.outputs import RequestOutput
+    from camshaft.api.result import GenerationResult
 
 _ROOM_AFTER_DROPPING = 0.75
 """Share of the context that the history may take once turns had to go, so that not every further turn drops one:
@@ -48,11 +52,11 @@ class Model(Protocol):
         """The resolved configuration."""
         ...
 
-    def apply_chat_template(self, messages: Any) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation."""
         ...
 
-    def generate_async(self, inputs: Any, sampling_params: SamplingParams) -> Any:
+    def generate_async(self, inputs: Sequence[int], sampling_params: SamplingParams) -> GenerationResult:
         """Start one request."""
         ...
 
@@ -130,7 +134,7 @@ class Conversation:
             if not turn.answer:
                 self.screen.note("The model said nothing, so the question is not kept.")
 
-    def _start(self) -> Generator[Any, None, None]:
+    def _start(self) -> Generator[RequestOutput, None, None]:
         """The stream of an answer to the last turn, after leaving out as many of the oldest as it takes."""
         params = SamplingParams(**self.settings)
         before = self.num_forgotten
@@ -144,7 +148,7 @@ class Conversation:
                              "are left out from here on (/clear begins anew).")
         yield from result
 
-    def _submit(self, params: SamplingParams, before: int) -> Any:
+    def _submit(self, params: SamplingParams, before: int) -> GenerationResult:
         while True:
             ids = self.model.apply_chat_template(self.messages())
             if self._fits(len(ids), params, dropping=self.num_forgotten > before):
@@ -206,7 +210,7 @@ def _conversation(path: Path, data: Any) -> tuple[str | None, list[Turn]]:
     return system, [Turn(question, answer) for question, answer in zip(texts[::2], texts[1::2], strict=True)]
 
 
-def _rates(output: Any, wait_s: float, stream_s: float, num_first: int) -> str:
+def _rates(output: RequestOutput, wait_s: float, stream_s: float, num_first: int) -> str:
     """A line on an answer whose first ``num_first`` tokens came after ``wait_s``, the others in ``stream_s``."""
     completion = output.outputs[0]
     num_new = len(completion.token_ids)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from camshaft.cli.arguments import ModelArgument, NoCacheOption, RevisionOption, TraceOption
-from camshaft.cli.options import pick, typed_fields, with_options
+from camshaft.cli.opening import Opening
+from camshaft.cli.options import typed_fields, with_options
 from camshaft.config.build import BuildConfig
 from camshaft.config.doc import Doc
 from camshaft.config.runtime import KvCacheConfig, SchedulerConfig
@@ -45,15 +46,9 @@ def run(model: ModelArgument = None,
     """Answer one prompt, token by token."""
     text = _prompt_text(prompt)
     params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | typed_fields(_SamplingFields, given))
-    build = pick(BuildConfig, given)
-    kv_cache, scheduler = pick(KvCacheConfig, given, "kv_"), pick(SchedulerConfig, given, "scheduler_")
-    if model is None:
-        typer.echo("No model given: using the default, SmolLM2-135M-Instruct (Apache-2.0).", err=True)
-    from camshaft.api.llm import LLM
-
+    opening = Opening.of(given, model=model, revision=revision, no_cache=no_cache, trace=trace)
     started = time.perf_counter()
-    with LLM(model, revision=revision, build=build, kv_cache=kv_cache, scheduler=scheduler, use_cache=not no_cache,
-             show_progress=True, trace=trace) as llm:
+    with opening.open() as llm:
         typer.echo(llm.summary, err=True)
         _answer(llm, text, params, raw=raw, started=started)
 
