@@ -12,7 +12,8 @@ from camshaft.config.build import BuildConfig
 from camshaft.config.kv import LifeCycleSpec
 from camshaft.config.model import GenerationDefaults, ModelConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Rises with every change of the fields or of an op's arguments, so that an older engine is called old, not corrupt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

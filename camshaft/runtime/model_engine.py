@@ -137,7 +137,7 @@ class ModelEngine:
         for num_tokens in (1, 8):
             count = np.arange(num_tokens, dtype=np.int64)
             zeros = tuple(np.zeros(num_tokens, np.int64) for _ in self.pools)
-            tables = tuple(np.zeros((1, 1), np.int32) for _ in self.pools)
+            tables = tuple(np.zeros((1, num_tokens), np.int32) for _ in self.pools)
             self.forward(StepInputs(
                 token_ids=np.zeros(num_tokens, np.int64), positions=count, slot_mapping=zeros, page_table=tables,
                 query_start=np.array([0, num_tokens], np.int32), seq_lens=np.array([num_tokens], np.int32),

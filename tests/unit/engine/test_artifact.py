@@ -183,6 +183,16 @@ def test_other_version_and_other_device_have_their_own_errors(folder, tmp_path):
         Engine.load(folder)
 
 
+def test_an_engine_of_the_first_format_is_called_old_and_not_corrupt(folder):
+    def first_format(data):
+        del data["num_token_ids"], data["model"]["windows"]
+        data.update(format_version=1)
+
+    rewrite_manifest(folder, first_format)
+    with pytest.raises(EngineVersionError, match="found 1, needed"):
+        Engine.load(folder)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_cuda_engine_on_a_cpu_machine_is_a_device_error(tmp_path):
     write(tmp_path / "gpu", device=DeviceRequirement(kind="cuda", features=("sm_90",)))
