@@ -67,8 +67,9 @@ class Landing:
     def _land_positions(self, plan: StepPlan, live: BoolArray, finite: BoolArray, sound: BoolArray | None) -> None:
         """Advance what is known to be sound in the cache, and share the pages that have become full.
 
-        Only finite logits prove what was fed before them. A chunk without logits may hold NaN, even at positions
-        ahead of its cause, which a kernel multiplied by zero: whoever shared such a page would fail too.
+        Only finite logits prove what was fed before them: a chunk without logits may hold NaN, and whoever shared its
+        pages would fail too. Where a window has passed a NaN they prove less, but what is cached of a token depends on
+        nothing after it, so that whoever shares such a page fares as he would alone.
         """
         table, page_size = self._table, self._pages.page_size
         proven, ends = live & plan.samples, plan.start_positions + plan.query_lens

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from camshaft import LLM, SamplingParams
 from camshaft.builder.build import build
@@ -10,7 +11,7 @@ from camshaft.config.build import BuildConfig
 from camshaft.core.errors import UserError
 from camshaft.frontend.checkpoint import open_checkpoint
 from camshaft.frontend.load import program_from_checkpoint
-from camshaft.testing.tiny import write_tiny
+from camshaft.testing.tiny import write_tensors, write_tiny
 from tests.passes.graphs import run_program
 
 WINDOW, SINKS = 20, 3
@@ -118,6 +119,25 @@ def test_b46_an_answer_comes_from_its_own_pages_however_often_pages_are_evicted(
         stats = kv.stats()
     assert stats.num_evictions > 20
     assert stats.num_reused_tokens > 100
+
+
+@pytest.mark.parametrize(("sinks", "chunk"), [(0, 8), (1, 5)])
+def test_a_request_that_outlives_its_nan_leaves_no_poisoned_page_to_others(tmp_path, sinks, chunk):
+    """Once a window has passed a NaN, finite logits say nothing of the pages before it, which others begin with."""
+    poison, shared = 2, list(range(10, 16))
+    checkpoint = write_tiny(tmp_path / "model", seed=7)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = torch.nan
+    write_tensors(checkpoint, weights)
+    engine = made_folder(checkpoint, tmp_path, 2, sinks)
+    params = SamplingParams(max_tokens=5, bad_token_ids=[poison], **GREEDY)
+    prompts = [[*shared, poison, *range(30, 40)], [*shared, 50, 51, 52]]
+    with LLM(engine, kv_cache={"max_bytes": 2**22, "enable_block_reuse": False}) as llm:
+        alone = [llm.generate(prompt, params).outputs[0].token_ids for prompt in prompts]
+    with LLM(engine, kv_cache={"max_bytes": 2**22}, scheduler={"context_chunk_tokens": chunk}) as llm:
+        outputs = [llm.generate(prompt, params) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    assert outputs[1].num_cached_tokens == len(shared)
 
 
 def test_sinks_without_any_window_are_refused(tmp_path):

@@ -57,6 +57,23 @@ def tensors(length, heads, kv_heads, dim, seed=0):
     return tuple(torch.randn(length, count, dim, generator=generator) for count in (heads, kv_heads, kv_heads))
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (5, 3), (70, 2)])
+@pytest.mark.parametrize("dim", [16, 20])
+def test_nan_in_a_chunk_reaches_no_query_that_does_not_see_it(paged, window, sinks, dim):
+    q, k, v = tensors(90, 4, 2, dim)
+    clean = attention(q, k, v, 0, 0.125, window, None, sinks)
+    for spoilt in (40, 41, 66):
+        values = v.clone()
+        values[spoilt, 1, dim - 1] = math.nan
+        found = run_rows(paged, [(q, 90)], *cache_of(k, values, 16), window=window, sinks=sinks)
+        seen = torch.arange(90) >= spoilt
+        if window is not None:
+            seen &= torch.arange(90) < spoilt + window
+        assert found[seen, 2:].isnan().any(-1).all()
+        torch.testing.assert_close(found[~seen], clean[~seen], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[:, :2], clean[:, :2], rtol=1e-4, atol=1e-5)
+
+
 def run_rows(paged, rows, pool, table, *, scale=0.125, window=None, softcap=None, sinks=0):
     """One step over ``rows`` of (q, cached tokens after the step), all of the same cache."""
     starts = torch.tensor([0, *(len(q) for q, _ in rows)]).cumsum(0).int()

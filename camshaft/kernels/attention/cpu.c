@@ -71,16 +71,10 @@ static long scratch_floats(long m, long dim) {
     return (floats + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
-static scratch scratch_at(float *next, long m, long dim) {
-    scratch s;
-    long wide = padded(dim);
-    s.q = next, next += m * wide;
-    s.keys = next, next += BLOCK * wide;
-    s.values = next, next += BLOCK * wide;
-    s.scores = next, next += m * BLOCK;
-    s.block = partial_at(next, m, dim), next += partial_floats(m, dim);
-    s.total = partial_at(next, m, dim);
-    return s;
+static scratch scratch_at(float *q, long m, long dim) {
+    float *keys = q + m * padded(dim), *values = keys + BLOCK * padded(dim), *scores = values + BLOCK * padded(dim);
+    float *block = scores + m * BLOCK, *total = block + partial_floats(m, dim);
+    return (scratch){q, keys, values, scores, partial_at(block, m, dim), partial_at(total, m, dim)};
 }
 
 INLINE vfloat get(const float *from) { return load(from, KIND_F32); }
@@ -229,20 +223,6 @@ static void product(const float *left, long left_row, const float *right, long r
                       more, m - r, 1);
 }
 
-INLINE float lane_max(vfloat lanes) {
-    float x[LANES];
-    memcpy(x, &lanes, sizeof x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
-    return x[0];
-}
-
-/* Lanes of the vector at column c that lie in [from, to). */
-INLINE vint lanes_in(long c, long from, long to) {
-    vint ids = lane_ids();
-    return (ids >= (int)(from - c)) & (ids < (int)(to - c));
-}
-
 /* Turns scores of columns [begin, end) into weights relative to the largest of those a query sees, which are
  * [from, to); the others get 0. The largest is -inf only where the query sees none. */
 static void weigh(float *scores, long begin, long end, long from, long to, float softcap, float *top, float *mass) {
@@ -269,7 +249,27 @@ static void weigh(float *scores, long begin, long end, long from, long to, float
     *mass = lane_sum(sum);
 }
 
-/* The partial of queries `u` (loaded in s->q) over their block `index` for one KV head. */
+/* The weighted values of positions [from, to) of block `base`, for `m` query rows from `row`. */
+static void mix(const job *j, scratch *s, const queries *u, long head, long base, long from, long to, long row, long m,
+                partial into) {
+    long wide = padded(j->dim), whole = values_in_place(j) ? j->page : BLOCK;
+    float *out = into.values + row * wide;
+    for (long p = from, run; p < to; p += run) {
+        const float *values = s->values + (p - base) * wide;
+        if (values_in_place(j)) values = (const float *)j->pool + key_index(j, u->row, head, p) + half_page(j);
+        run = smaller(to - p, whole - p % whole);
+        product(s->scores + row * BLOCK + p - base, BLOCK, values, wide, run, out, wide, p > from, m, wide);
+    }
+}
+
+static int is_finite(const float *values, long count) {
+    vfloat odd = {0};
+    for (long i = 0; i < count; i += LANES) odd += get(values + i) - get(values + i);
+    return lane_sum(odd) == 0;
+}
+
+/* The partial of queries `u` (loaded in s->q) over their block `index` for one KV head. A weight of 0 does not hide
+ * NaN: where there is some, every query is done again over what it sees. */
 static void attend_block(const job *j, scratch *s, const queries *u, long head, long index, partial into) {
     int sink = index < u->sink_blocks;
     long base = (sink ? index : u->block_from + index - u->sink_blocks) * BLOCK;
@@ -279,17 +279,17 @@ static void attend_block(const job *j, scratch *s, const queries *u, long head, 
     gather(j, s, u->row, head, base, from, to);
     long begin = (from - base) / LANES * LANES, end = (to - base + LANES - 1) / LANES * LANES;
     product(s->q, wide, s->keys + begin, BLOCK, j->dim, s->scores + begin, BLOCK, 0, m, end - begin);
-    for (long i = 0; i < m; i++) {
-        long position = u->position + i / group, lowest = position - j->window + 1;
-        long first = (sink ? from : larger(from, lowest)) - base, last = smaller(to, sink ? lowest : position + 1) - base;
-        weigh(s->scores + i * BLOCK, begin, end, first, last, j->softcap, into.top + i, into.mass + i);
-    }
-    long whole = values_in_place(j) ? j->page : BLOCK;
-    for (long p = from, run; p < to; p += run) {
-        const float *values = s->values + (p - base) * wide;
-        if (values_in_place(j)) values = (const float *)j->pool + key_index(j, u->row, head, p) + half_page(j);
-        run = smaller(to - p, whole - p % whole);
-        product(s->scores + p - base, BLOCK, values, wide, run, into.values, wide, p > from, m, wide);
+    for (int apart = 0;; apart = 1) {
+        for (long i = 0; i < m; i++) {
+            long position = u->position + i / group, lowest = position - j->window + 1;
+            long first = sink ? from : larger(from, lowest), last = smaller(to, sink ? lowest : position + 1);
+            float *scores = s->scores + i * BLOCK, *top = into.top + i, *mass = into.mass + i;
+            if (apart) mix(j, s, u, head, base, first, last, i, 1, into);
+            else weigh(scores, begin, end, first - base, last - base, j->softcap, top, mass);
+        }
+        if (apart) return;
+        mix(j, s, u, head, base, from, to, 0, m, into);
+        if (u->count == 1 || is_finite(into.values, m * wide)) return;
     }
 }
 
@@ -318,9 +318,7 @@ static void load_queries(const job *j, scratch *s, const queries *u, long head) 
     for (long i = 0; i < u->count * group; i++) {
         long index = (u->first + i / group) * j->q_token + (head * group + i % group) * j->q_head;
         for (long d = 0; d < j->dim; d += LANES) {
-            const void *from = at(j->q, index + d, j->q_kind);
-            vfloat lanes = d + LANES <= j->dim ? load(from, j->q_kind) : load_part(from, j->dim - d, j->q_kind);
-            put(s->q + i * wide + d, lanes * j->scale);
+            put(s->q + i * wide + d, load_upto(at(j->q, index + d, j->q_kind), j->dim - d, j->q_kind) * j->scale);
         }
     }
 }
@@ -332,9 +330,8 @@ static void finish(const job *j, const queries *u, long head, partial total) {
         vfloat inverse = splat(total.mass[i] == 0 && total.top[i] == -INFINITY ? 0 : 1 / total.mass[i]);
         for (long d = 0; d < j->dim; d += LANES) {
             vfloat lanes = get(total.values + i * wide + d) * inverse;
-            void *to = at_mut(j->out, index + d, j->q_kind);
-            if (d + LANES <= j->dim) store(to, lanes, j->q_kind);
-            else store_part(to, lanes, j->dim - d, j->q_kind);
+            if (d + LANES <= j->dim) store(at_mut(j->out, index + d, j->q_kind), lanes, j->q_kind);
+            else store_part(at_mut(j->out, index + d, j->q_kind), lanes, j->dim - d, j->q_kind);
         }
     }
 }

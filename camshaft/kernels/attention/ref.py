@@ -20,7 +20,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
            softcap: float | None) -> torch.Tensor:
     """Attention of q [T, Hq, D] over k, v [..., S, Hkv, D] where visible [..., T, S] says so; [..., T, Hq, D].
 
-    The result has q's dtype. A query that sees nothing gets zeros. Invisible values must be finite.
+    The result has q's dtype. A query that sees nothing gets zeros, one that sees NaN or infinity NaN; what it does not
+    see has no influence, whatever it is.
     """
     compute = q.dtype if q.dtype == torch.float64 else torch.float32
     grouped = q.to(compute).reshape(q.shape[0], k.shape[-2], q.shape[1] // k.shape[-2], q.shape[2])
@@ -28,7 +29,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).masked_fill(~visible, 0.0)
-    return torch.einsum("hg...ts,...shd->...thgd", weights, v.to(compute)).flatten(-3, -2).to(q.dtype).contiguous()
+    values, odd = v.to(compute), ~v.isfinite()
+    mixed = torch.einsum("hg...ts,...shd->...thgd", weights, values.masked_fill(odd, 0.0))
+    spoilt = torch.einsum("...ts,...shd->...thd", visible.to(compute), odd.to(compute)) > 0
+    return mixed.masked_fill(spoilt.unsqueeze(-2), math.nan).flatten(-3, -2).to(q.dtype).contiguous()
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int | None,
@@ -53,9 +57,10 @@ def paged_attention(q: torch.Tensor, kv_pool: torch.Tensor, page_table: torch.Te
     """Causal attention against cached tokens: q [T, Hq, D], kv_pool [P, 2, Hkv, page, D] -> [T, Hq, D].
 
     Row r has ``seq_lens[r]`` tokens cached, the i-th in page ``page_table[r, i // page]``; its queries are
-    ``q[query_start[r]:query_start[r + 1]]`` (perhaps none) and belong to its last positions. Nothing outside
-    the tokens a row can see influences the result: not NaN in unused slots, nor page-table columns of none of them,
-    which may hold the trash page 0 or a page that another row writes by now. Window and ``sinks`` as in ``attention``.
+    ``q[query_start[r]:query_start[r + 1]]`` (perhaps none) and belong to its last positions. Nothing but the
+    tokens a query sees influences its result: not NaN in later tokens of its chunk or in unused slots, nor page-table
+    columns of no token a row sees, which may hold the trash page 0 or a page that another row writes by now. Window and
+    ``sinks`` as in ``attention``.
     page_table [R, C], query_start [R + 1] and seq_lens [R] are int32.
     """
     page_size = kv_pool.shape[3]
