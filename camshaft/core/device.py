@@ -10,7 +10,7 @@ import os
 import platform
 from pathlib import Path
 
-_CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile",
+_CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile",
                  "asimd", "asimddp", "sve", "bf16")
 
 
