@@ -112,7 +112,7 @@ class _Counts:
     others: int
     """Elements of norms and biases."""
     fixed_bytes: int
-    """Constants, whose type never changes."""
+    """What keeps its type: constants, and norms that stay float32."""
 
     def num_bytes(self, dtype: str, weight_dtype: str, quantization: str) -> int:
         """Bytes of all weights when they are stored so."""
@@ -146,13 +146,9 @@ def _counts(program: Program) -> _Counts:
     return _Counts(
         products=_elements(weights, products - looked_up), looked_up=_elements(weights, looked_up - products),
         rows=sum(weights[name].shape[0] for name in products), both=_elements(weights, products & looked_up),
-        others=sum(math.prod(weight.shape) for weight in others if not _is_constant(weight)),
-        fixed_bytes=sum(weight.num_bytes for weight in others if _is_constant(weight)))
+        others=sum(math.prod(weight.shape) for weight in others if not weight.fixed),
+        fixed_bytes=sum(weight.num_bytes for weight in others if weight.fixed))
 
 
 def _elements(weights: dict[str, Weight], names: set[str]) -> int:
     return sum(math.prod(weights[name].shape) for name in names)
-
-
-def _is_constant(weight: Weight) -> bool:
-    return weight.origin == "computed"

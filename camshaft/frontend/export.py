@@ -6,6 +6,7 @@ weights stay recipes, so eighty layers export in seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping
 
@@ -43,24 +44,39 @@ def export_program(config: ModelConfig, weights: Mapping[str, Weight], dtype: to
 
 def export_module(module: nn.Module, config: ModelConfig, weights: Mapping[str, Weight],
                   dtype: torch.dtype) -> Program:
-    """Export a definition whose parameters are on the meta device; its buffers become constants of the Program."""
+    """Export a definition whose parameters are on the meta device; its buffers become constants of the Program.
+
+    Parameters are cast to ``dtype``, but those that a module names in an attribute ``float32_parameters`` never to
+    fewer bits than float32.
+    """
     parameters = {name for name, _ in module.named_parameters()}
     if parameters != weights.keys():
         raise InternalError(f"weights and parameters differ in {sorted(parameters ^ weights.keys())}")
-    constants = {name: constant(buffer, "computed") for name, buffer in module.named_buffers()}
-    graph = _convert(_export(module, dtype))
-    bound = {name: weight.cast(dtype) for name, weight in weights.items()} | constants
+    wide = _float32_parameters(module)
+    if not wide <= parameters:
+        raise InternalError(f"float32_parameters names {sorted(wide - parameters)}, which are no parameters")
+    kept = dict.fromkeys(wide, torch.promote_types(dtype, torch.float32))
+    bound = {name: dataclasses.replace(weight.cast(kept.get(name, dtype)), fixed=name in kept)
+             for name, weight in weights.items()}
+    bound |= {name: dataclasses.replace(constant(buffer, "computed"), fixed=True)
+              for name, buffer in module.named_buffers()}
+    graph = _convert(_export(module, {name: weight.dtype for name, weight in bound.items()}))
     unused = bound.keys() - {node.target for node in graph.nodes if node.op == "get_attr"}
     if unused:
         raise InternalError(f"the definition never uses {sorted(unused)}")
     return Program(graph=graph, weights=bound, config=config)
 
 
-def _export(module: nn.Module, dtype: torch.dtype) -> ExportedProgram:
+def _float32_parameters(module: nn.Module) -> set[str]:
+    return {f"{path}.{name}".removeprefix(".") for path, part in module.named_modules()
+            for name in getattr(part, "float32_parameters", ())}
+
+
+def _export(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> ExportedProgram:
     module = module.to("meta").eval()
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtypes[name])
     tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device="meta")
     rows = torch.zeros(_EXAMPLE_ROWS, dtype=torch.int64, device="meta")
     num_tokens, num_rows = Dim("T"), Dim("L")

@@ -35,6 +35,8 @@ class Weight:
     """Where the same bytes already lie in a file; None once they are computed (cast, joined, dequantised)."""
     origin: str = ""
     """Tensor names in the checkpoint, for messages and ``camshaft inspect``."""
+    fixed: bool = False
+    """Whether its dtype is not the arithmetic's to choose: tables, and what a definition keeps in float32."""
 
     @property
     def num_bytes(self) -> int:

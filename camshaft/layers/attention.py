@@ -16,10 +16,11 @@ from camshaft.layers.norm import RMSNorm
 class Attention(nn.Module):
     """Multi-head, grouped or multi-query attention of layer ``layer``; ``window`` limits how far back a token sees.
 
-    ``qk_norm``: queries and keys are normalised head by head before they are rotated (Henry et al., 2020).
+    ``qk_norm``: queries and keys are normalised head by head, by such norms, before they are rotated (Henry et al.,
+    2020).
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: type[RMSNorm] | None = None) -> None:
         super().__init__()
         hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
         self.layer = layer
@@ -34,8 +35,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden, config.num_kv_heads * head_dim, bias=bias)
         self.o_proj = Linear(config.num_heads * head_dim, hidden, bias=config.attention_out_bias)
-        self.q_norm = RMSNorm(head_dim, config.norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.norm_eps) if qk_norm else None
+        self.q_norm = None if qk_norm is None else qk_norm(head_dim, config.norm_eps)
+        self.k_norm = None if qk_norm is None else qk_norm(head_dim, config.norm_eps)
 
     def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, H]``; ``cos_sin_TD`` is the step's rotary table."""

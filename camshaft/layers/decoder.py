@@ -25,7 +25,7 @@ MakeBlock = Callable[[ModelConfig, int], nn.Module]
 class PreNormBlock(nn.Module):
     """Pre-norm transformer block: attention and gated feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: type[RMSNorm] | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, layer, qk_norm=qk_norm)
@@ -42,7 +42,8 @@ class PreNormBlock(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and the final norm. Layers with a window rotate by ``config.local_rope`` where it is given."""
 
-    def __init__(self, config: ModelConfig, block: MakeBlock, *, embed_scale: float | None = None) -> None:
+    def __init__(self, config: ModelConfig, block: MakeBlock, *, embed_scale: float | None = None,
+                 norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embed_scale)
         self.is_local = tuple(config.local_rope is not None and config.window(layer) is not None
@@ -52,7 +53,7 @@ class Decoder(nn.Module):
         if config.local_rope is not None and any(self.is_local):
             self.local_rotary = RotaryTable(config.local_rope, config.head_dim)
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm(config.hidden_size, config.norm_eps)
 
     def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[T, H]``."""
@@ -67,9 +68,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """The decoder and its head; a tied head is the embedding table itself, so it has no parameter of its own."""
 
-    def __init__(self, config: ModelConfig, block: MakeBlock, *, embed_scale: float | None = None) -> None:
+    def __init__(self, config: ModelConfig, block: MakeBlock, *, embed_scale: float | None = None,
+                 norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        self.model = Decoder(config, block, embed_scale=embed_scale)
+        self.model = Decoder(config, block, embed_scale=embed_scale, norm=norm)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
         self.softcap = config.logits_softcap

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -18,3 +20,9 @@ class RMSNorm(nn.Module):
         """Normalise each row of ``x_TH``; same shape and dtype."""
         normed: torch.Tensor = torch.ops.camshaft.rms_norm(x_TH, self.weight, self.eps)
         return normed
+
+
+class WideRMSNorm(RMSNorm):
+    """The norm whose weight stays float32 beside 16-bit activations: their product is rounded once, as in Gemma."""
+
+    float32_parameters: ClassVar[tuple[str, ...]] = ("weight",)

@@ -6,6 +6,7 @@ Owns every way of stretching positions that models are trained with. Rotating qu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,10 @@ from torch import nn
 
 from camshaft.config.model import RopeConfig
 from camshaft.core.errors import InternalError
+
+
+_FURTHEST = 2.0**31
+"""No position is beyond it."""
 
 
 def _plain(theta: float, head_dim: int) -> torch.Tensor:
@@ -117,6 +122,18 @@ def attention_factor(rope: RopeConfig) -> float:
 
 def _sharpness(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def is_computable(rope: RopeConfig, head_dim: int) -> bool:
+    """Whether the table of these settings is made of numbers at every position and length that a model may have."""
+    try:
+        lengths = (None, int(rope.original_max_position * max(rope.factor, 1.0)))
+        tables = [inverse_frequencies(dataclasses.replace(rope, longest_sequence=length), head_dim)
+                  for length in lengths]
+        scale = torch.tensor(attention_factor(rope), dtype=torch.float32, device="cpu")
+    except (OverflowError, ValueError, ZeroDivisionError):
+        return False
+    return bool(scale.isfinite()) and all(bool((table * _FURTHEST).isfinite().all()) for table in tables)
 
 
 class RotaryTable(nn.Module):

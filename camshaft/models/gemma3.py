@@ -16,7 +16,7 @@ from camshaft.ir.weight import Weight
 from camshaft.layers.attention import Attention
 from camshaft.layers.decoder import CausalLM
 from camshaft.layers.mlp import GatedMLP
-from camshaft.layers.norm import RMSNorm
+from camshaft.layers.norm import WideRMSNorm
 from camshaft.models.config_fields import (
     MAX_LAYERS,
     bool_field,
@@ -41,12 +41,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, layer, qk_norm=True)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer, qk_norm=WideRMSNorm)
+        self.post_attention_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
+        self.pre_feedforward_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation="gelu_tanh")
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_feedforward_layernorm = WideRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_TH: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, H]``."""
@@ -61,7 +61,7 @@ class Gemma3(ModelFamily):
 
     - five layers of six see a window, and rotate by a base frequency of their own without scaling;
     - four norms a block, and RMS-normalised query and key heads;
-    - norm weights are kept as w and used as 1 + w;
+    - norm weights are kept as w and used as 1 + w, in float32 also where the rest is 16-bit;
     - the embedding is multiplied by the root of the hidden size; the head is tied to it;
     - attention scores are scaled by ``query_pre_attn_scalar``, soft-capped where configured, as are the logits;
     - the gate's activation is GELU by its tanh approximation.
@@ -97,7 +97,7 @@ class Gemma3(ModelFamily):
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""
-        return CausalLM(config, Block, embed_scale=config.hidden_size ** 0.5)
+        return CausalLM(config, Block, embed_scale=config.hidden_size ** 0.5, norm=WideRMSNorm)
 
     def adapt_weights(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
         """The text part under the names of a text checkpoint, norm weights as 1 + w in float32.

@@ -11,6 +11,7 @@ from torch import nn
 
 from camshaft.config.model import ModelConfig, RopeConfig
 from camshaft.layers.decoder import CausalLM, PreNormBlock
+from camshaft.layers.norm import RMSNorm
 from camshaft.models.config_fields import bool_field, int_field
 from camshaft.models.decoder_fields import decoder_config, later_windows_field
 from camshaft.models.registry import ModelFamily, register_family
@@ -36,7 +37,7 @@ class Qwen3(ModelFamily):
 
     def module(self, config: ModelConfig) -> nn.Module:
         """See :meth:`ModelFamily.module`."""
-        return CausalLM(config, functools.partial(PreNormBlock, qk_norm=True))
+        return CausalLM(config, functools.partial(PreNormBlock, qk_norm=RMSNorm))
 
     def tiny_config(self) -> ModelConfig:
         """Two layers, the second with a window, heads wider together than the hidden size, every attention bias."""

@@ -12,6 +12,7 @@ from camshaft.config.model import ModelConfig
 from camshaft.core.errors import InternalError
 from camshaft.frontend.export import export_module, export_program
 from camshaft.ir.program import ALLOWED_ATEN, PURE_INPUTS
+from camshaft.ir.verify import verify
 from camshaft.ir.weight import Weight, constant
 from camshaft.models.registry import MODELS, load_models
 
@@ -86,6 +87,20 @@ def test_tables_stay_float32_whatever_the_model_computes_in(family):
     assert all(weight.dtype == weight.read().dtype == torch.float32 for weight in computed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_gemma_stay_float32_and_those_of_other_families_do_not(family, dtype):
+    config = family.tiny_config()
+    program = export_program(config, random_weights(family, config, torch.float64), dtype)
+    norms = {name: weight for name, weight in program.weights.items() if "norm" in name}
+    wide = type(family).__name__ == "Gemma3"
+    assert {weight.dtype for weight in norms.values()} == {torch.float32 if wide else dtype}
+    assert {weight.read().dtype for weight in norms.values()} == {torch.float32 if wide else dtype}
+    assert {weight.fixed for weight in norms.values()} == {wide}
+    others = [weight for name, weight in program.weights.items() if name not in norms and weight.origin != "computed"]
+    assert {(weight.dtype, weight.fixed) for weight in others} == {(dtype, False)}
+    verify(program)
+
+
 def tiny_module(compute):
     """A one-parameter definition whose forward is ``compute(x[L, H], weight)``."""
 
@@ -115,6 +130,22 @@ def test_weights_that_are_not_the_parameters_are_named():
     module, weights = tiny_module(lambda x, weight: x)
     with pytest.raises(InternalError, match="extra"):
         export_module(module, any_config(), {**weights, "extra": weights["weight"]}, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [
+    (torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
+def test_a_parameter_kept_in_float32_is_cast_to_nothing_narrower(dtype, wanted):
+    module, weights = tiny_module(lambda x, weight: x)
+    module.float32_parameters = ("weight",)
+    program = export_module(module, any_config(), weights, dtype)
+    assert program.weights["weight"].dtype == program.weights["weight"].read().dtype == wanted
+
+
+def test_a_name_among_float32_parameters_that_is_none_is_an_error():
+    module, weights = tiny_module(lambda x, weight: x)
+    module.float32_parameters = ("wieght",)
+    with pytest.raises(InternalError, match="wieght"):
+        export_module(module, any_config(), weights, torch.bfloat16)
 
 
 def test_a_parameter_the_forward_never_uses_is_named():

@@ -16,7 +16,7 @@ from camshaft.config.kv import LifeCycleSpec
 from camshaft.config.model import ModelConfig, RopeConfig
 from camshaft.config.runtime import KvCacheConfig
 from camshaft.core.errors import UserError
-from camshaft.testing.tiny import write_tiny_llama
+from camshaft.testing.tiny import write_tiny, write_tiny_llama
 
 ALL = KvCacheConfig(memory_fraction=0.95)
 MODEL = ModelConfig(architecture="LlamaForCausalLM", vocab_size=10, hidden_size=8, intermediate_size=8, num_layers=1,
@@ -101,6 +101,21 @@ def test_headers_alone_say_what_a_build_takes(tmp_path, monkeypatch, kind, tied)
     asked = (found.build.dtype, found.build.weight_dtype, found.build.quantization.replace("w8a8", "w8a16"))
     assert [choice.num_bytes for choice in found.choices
             if (choice.dtype, choice.weight_dtype, choice.quantization) == asked] == [found.weight_bytes]
+
+
+@pytest.mark.parametrize("kind", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"weight_dtype": "bfloat16"}])
+def test_norms_that_stay_float32_are_counted_as_such_in_every_choice(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
+    model = write_tiny(tmp_path / "model", "gemma3", tokenizer=False)
+    config = BuildConfig(device="cpu", **kind)
+    found = memory_needs(model, config)
+    built = build(model, config).manifest.tensors.values()
+    assert found.weight_bytes == sum(
+        math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize for tensor in built)
+    choices = {(choice.dtype, choice.weight_dtype, choice.quantization): choice.num_bytes for choice in found.choices}
+    assert choices[found.build.dtype, found.build.weight_dtype, "none"] == found.weight_bytes
+    assert choices == {(choice.dtype, choice.weight_dtype, choice.quantization): choice.num_bytes
+                       for choice in memory_needs(model, BuildConfig(device="cpu", dtype="float32")).choices}
 
 
 def test_no_tensor_is_read_even_where_a_tied_head_lies_beside_its_embedding(tmp_path, monkeypatch):
