@@ -43,7 +43,8 @@ class ContextPlanner:
         """Whether a request more would get tokens out of ``budget``, beside so many generating rows."""
         if budget <= 0:
             return False
-        return self._policy.takes_more(self._feedable(self._table.context_rows(), num_generation), budget)
+        rows = self._table.context_rows()
+        return not len(rows) or self._policy.takes_more(self._feedable(rows, num_generation), budget)
 
     def plan(self, budget: int, num_generation: int) -> list[Chunk]:
         """Chunks of at most ``budget`` tokens together. Moves their rows on, and reserves their pages.

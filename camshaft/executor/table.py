@@ -180,4 +180,4 @@ class RequestTable:
 
     def in_order(self, rows: Int32Array) -> Int32Array:
         """``rows``, first in precedence first."""
-        return rows[np.lexsort((self.arrival[rows], self.precedence[rows]))]
+        return rows if len(rows) < 2 else rows[np.lexsort((self.arrival[rows], self.precedence[rows]))]

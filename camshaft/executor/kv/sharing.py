@@ -71,16 +71,18 @@ class PrefixSharing:
 
     def chain(self, sequence: Sequence, tokens: npt.NDArray[np.int32]) -> None:
         """Publish what became full of the sequence, whose proven ``tokens`` these are; note the rest as its tail."""
-        size = self._page_size
-        while (column := sequence.num_chained) < len(tokens) // size:
-            self._chain_page(sequence, column, _content(tokens[column * size:(column + 1) * size]))
+        size, at = self._page_size * TOKEN_BYTES, 0
+        content = _content(tokens[sequence.num_chained * self._page_size:])
+        while len(content) - at >= size:
+            self._chain_page(sequence, sequence.num_chained, content[at:at + size])
             sequence.num_chained += 1
-        sequence.tail = _content(tokens[sequence.num_chained * size:])
+            at += size
+        sequence.tail = content[at:]
 
     def _chain_page(self, sequence: Sequence, column: int, content: bytes) -> None:
         if not sequence.leaves:
             return
-        if not any(pages[column] for pages in sequence.pages):
+        if not self._keeps_prefixes and not any(pages[column] for pages in sequence.pages):
             sequence.blanks.append(content)
         elif sequence.late:
             sequence.late.append(content)
