@@ -15,7 +15,7 @@ from camshaft.config.model import RopeConfig
 from camshaft.core.errors import CheckpointError
 from camshaft.core.registry import Registry
 from camshaft.frontend.gguf_metadata import Metadata
-from camshaft.layers.rope import inverse_frequencies
+from camshaft.layers.rope import inverse_frequencies, is_computable
 
 ROPE_FREQS = "rope_freqs.weight"
 _LLAMA3_ORIGINAL_POSITIONS = 8192
@@ -74,7 +74,11 @@ def rope_config(meta: Metadata, head_dim: int, factors: torch.Tensor | None) -> 
         if kind != "none":
             raise meta.refuse("rope.scaling.type", f"'none' beside {ROPE_FREQS}")
         return _llama3(meta, theta, head_dim, factors.double())
-    return SCALINGS.get(kind)(meta, theta)
+    rope = SCALINGS.get(kind)(meta, theta)
+    if not is_computable(rope, head_dim):
+        raise meta.refuse("rope.freq_base", f"settings, with rope.scaling of type {kind}, whose table has nothing but "
+                          "numbers", "The file is damaged")
+    return rope
 
 
 def llama3_factors(rope: RopeConfig, head_dim: int) -> torch.Tensor:

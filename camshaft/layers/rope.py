@@ -16,7 +16,6 @@ from torch import nn
 from camshaft.config.model import RopeConfig
 from camshaft.core.errors import InternalError
 
-
 _FURTHEST = 2.0**31
 """No position is beyond it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 from camshaft.config.model import RopeConfig
 from camshaft.core.errors import CheckpointError
 from camshaft.core.registry import Registry
+from camshaft.layers.rope import is_computable
 from camshaft.models.config_fields import (
     BROKEN,
     LAYER_TYPES,
@@ -70,8 +71,12 @@ def rope_field(data: Mapping[str, Any], *, head_dim: int, max_position: int, def
     if kind not in ROPE_READERS.names():
         raise CheckpointError("config.json rope_scaling", kind, f"one of {', '.join(ROPE_READERS.names())}",
                               "This way of stretching positions is not supported")
-    return ROPE_READERS.get(kind)(_Stated(scaling=scaling, data=data, theta=theta, head_dim=head_dim,
+    rope = ROPE_READERS.get(kind)(_Stated(scaling=scaling, data=data, theta=theta, head_dim=head_dim,
                                           max_position=max_position))
+    if not is_computable(rope, head_dim):
+        raise CheckpointError("config.json rope_scaling" if scaling else "config.json rope_theta", scaling or theta,
+                              "settings whose table has nothing but numbers", BROKEN)
+    return rope
 
 
 @ROPE_READERS.register("default")

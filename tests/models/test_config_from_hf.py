@@ -91,6 +91,21 @@ def test_what_the_definition_does_not_compute_is_refused_by_name(changes, named)
         read(**changes)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_theta": 1e-320}, {"rope_scaling": {"type": "linear", "factor": 1e-300}},
+    {"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 1e-300}},
+    {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1e308, "low_freq_factor": 1e300}},
+    {"rope_scaling": {**YARN, "beta_fast": 1e308}}, {"rope_scaling": {**YARN, "beta_slow": 1e-320}},
+    {"rope_scaling": {**YARN, "mscale": 1e308, "mscale_all_dim": 1e-308}},
+    {"rope_scaling": {**YARN, "attention_factor": 1e300}}, {"rope_scaling": {**YARN, "factor": 1e-300}}])
+def test_rotary_settings_whose_table_is_not_finite_are_refused_and_never_built(changes):
+    with pytest.raises(CheckpointError, match="rope"):
+        read(**changes)
+
+
 def test_an_unknown_architecture_names_the_known_ones():
     with pytest.raises(CheckpointError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
         family_of("MambaForCausalLM")
