@@ -114,7 +114,8 @@ def _measure(benchmark: str, workload: WorkloadConfig, concurrency: int | None, 
         configuration = _configuration(llm, workload)
         old = _earlier(reporting, benchmark, configuration)
         warmup, measured = make_requests(workload, llm.description["model_config"]["vocab_size"],
-                                         lambda text: _encoded(llm, text))
+                                         lambda text: _encoded(llm, text),
+                                         longest=llm.description["build"]["max_seq_len"])
         with progress("warming up", len(warmup), show=bool(warmup), unit="requests") as advance:
             run_requests(llm, warmup, concurrency, advance)
         with progress("measuring", len(measured), show=True, unit="requests") as advance:
@@ -208,11 +209,11 @@ def _show_report(console: Console, report: Mapping[str, Any]) -> None:
 def _show_comparison(console: Console, old: Mapping[str, Any], report: Mapping[str, Any],
                      reporting: ReportConfig) -> bool:
     """Print both reports' numbers; whether one of them became worse by more than the tolerance."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     found = compare(old, report, reporting.tolerance)
-    table = Table("number", "old", "new", "new / old", "", title=f"Compared with {reporting.compare}",
-                  title_justify="left")
+    table = Table(Column("number", overflow="fold"), "old", "new", "new / old", "", title=f"Compared with "
+                  f"{reporting.compare}", title_justify="left")
     for metric in found.metrics:
         table.add_row(metric.place, shown(metric.old), shown(metric.new), f"{metric.ratio:.3f}",
                       "REGRESSION" if metric.is_regression else "")

@@ -188,8 +188,9 @@ class Conversation:
         """Replace the conversation by the messages of a JSON file; returns how many. UserError for another shape."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError("/load", str(path), f"a JSON file ({error})", "Give a file that /save wrote") from error
+        json.dumps(data, ensure_ascii=False).encode("utf-8")  # half a surrogate pair could be neither said nor saved
         self.system, self.turns = _conversation(path, data)
         self.num_forgotten = 0
         return len(data)
@@ -245,6 +246,8 @@ def _command(usage: str, doc: str) -> Callable[[Callable[[Conversation, str], ob
                 return act(chat, text) is not False
             except OSError as error:
                 raise UserError(name, text, f"a file that can be used ({error.strerror})", "Check the path") from error
+            except UnicodeError as error:
+                raise UserError(name, text, f"text that UTF-8 can hold ({error})") from error
 
         COMMANDS.add(name, Command(usage, doc, run))
 
@@ -301,12 +304,22 @@ def _shortened(text: str) -> str:
 
 @_command("/save FILE", "Write the conversation to a JSON file of messages.")
 def _save(chat: Conversation, text: str) -> None:
-    chat.screen.note(f"{chat.save(Path(text).expanduser())} messages in {text}.")
+    chat.screen.note(f"{chat.save(_path('/save', text))} messages in {text}.")
 
 
 @_command("/load FILE", "Go on from a conversation that was saved.")
 def _load(chat: Conversation, text: str) -> None:
-    chat.screen.note(f"{chat.load(Path(text).expanduser())} messages from {text}.")
+    chat.screen.note(f"{chat.load(_path('/load', text))} messages from {text}.")
+
+
+def _path(name: str, text: str) -> Path:
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(name, text, f"a path ({error})", "Name a user who exists") from error
+    if "\0" in text:
+        raise UserError(name, text, "a path without a NUL character")
+    return path
 
 
 @_command("/set [NAME=VALUE …]", "Change sampling settings, e.g. /set max_tokens=200 temperature=0.7; without any, "

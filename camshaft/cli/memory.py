@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", re.ASCII)
 _UNITS = MappingProxyType({"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20,
                            "Gi": 2**30, "Ti": 2**40})
+_MOST_MEMORY = 2**63 - 1
 _MOST_OF_THE_REST = 0.95
 _LARGE_SHARE = 0.2
 """Activations above this share of all memory are worth a word."""
@@ -53,10 +54,10 @@ class MemoryConfig:
 def parse_bytes(field: str, text: str) -> int:
     """Bytes of ``141GB``, ``80GiB``, ``512M`` or a plain number. UserError naming ``field``."""
     match = _AMOUNT.fullmatch(text.strip())
-    amount = 0 if match is None else int(float(match[1]) * _UNITS[match[2] or ""])
-    if amount < 1:
+    amount = 0.0 if match is None else float(match[1]) * _UNITS[match[2] or ""]
+    if not 1 <= amount <= _MOST_MEMORY:
         raise UserError(field, text, "an amount of memory such as 141GB, 80GiB or a number of bytes")
-    return amount
+    return int(amount)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +111,9 @@ def advice(needs: MemoryNeeds, found: MemoryFit, kv_cache: KvCacheConfig) -> Ite
     if found.fits:
         return
     left, request = found.left_bytes, found.request_bytes
-    if left < request:
-        for choice in sorted(needs.choices, key=lambda choice: -choice.num_bytes):
-            if needs.weight_bytes - choice.num_bytes >= request - left:
-                yield f"{_flags(choice)} (weights of {_size(choice.num_bytes)})"
-                left += needs.weight_bytes - choice.num_bytes
-                break
+    if left < request and (choice := _smaller_weights(needs, left, request)) is not None:
+        yield f"{_flags(choice)} (weights of {_size(choice.num_bytes)})"
+        left += needs.weight_bytes - choice.num_bytes
     if kv_cache.max_bytes is None and left * _MOST_OF_THE_REST >= request > left * kv_cache.memory_fraction:
         yield (f"--kv-memory-fraction {min(_MOST_OF_THE_REST, math.ceil(request / left * 100) / 100 + 0.02):g} or more "
                f"(now {kv_cache.memory_fraction:g})")
@@ -124,10 +122,22 @@ def advice(needs: MemoryNeeds, found: MemoryFit, kv_cache: KvCacheConfig) -> Ite
     if needs.activation_peak_bytes > _LARGE_SHARE * found.memory_bytes:
         yield (f"a lower --max-num-tokens or --max-batch-size (now {needs.build.max_num_tokens} and "
                f"{needs.build.max_batch_size}, for {_size(needs.activation_peak_bytes)} of activations)")
-    if found.left_bytes > 0:
+    if found.left_bytes > 0 or 0 < left < request:
         yield f"a lower --max-seq-len (now {needs.build.max_seq_len}), or shorter requests (--seq-len)"
     if found.left_bytes < request:
         yield f"{_size(request - found.left_bytes)} more memory, a smaller model, or a device of another kind"
+
+
+def _smaller_weights(needs: MemoryNeeds, left: int, request: int) -> WeightChoice | None:
+    """The widest type that leaves room for a request; else the narrowest, if shorter requests would then fit."""
+    by_size = sorted(needs.choices, key=lambda choice: -choice.num_bytes)
+    for choice in by_size:
+        if left + needs.weight_bytes - choice.num_bytes >= request:
+            return choice
+    narrowest = by_size[-1] if by_size else None
+    if narrowest is None or narrowest.num_bytes >= needs.weight_bytes:
+        return None
+    return narrowest if left + needs.weight_bytes - narrowest.num_bytes > 0 else None
 
 
 def _flags(choice: WeightChoice) -> str:

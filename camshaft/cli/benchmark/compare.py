@@ -64,13 +64,19 @@ def read_report(path: Path, benchmark: str) -> dict[str, Any]:
     """A report of ``benchmark`` that was written before. UserError for anything else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("compare", str(path), f"a report that can be read ({error})", "Check the path") from error
-    if not isinstance(data, dict) or not isinstance(data.get("configuration"), dict):
+    if not isinstance(data, dict) or not all(isinstance(data.get(name), dict) for name in ("configuration",
+                                                                                           "environment")):
         raise UserError("compare", str(path), "a report that camshaft bench wrote with --output")
     if (data.get("benchmark"), data.get("report_version")) != (benchmark, REPORT_VERSION):
         raise UserError("compare", str(path), f"a report of camshaft bench {benchmark}, version {REPORT_VERSION}; it "
                         f"is one of {data.get('benchmark')}, version {data.get('report_version')}")
+    numbers = [(place, value) for place, *_ in _METRICS if (value := at(data, place)) is not None]
+    wrong = [f"{place} {value!r}" for place, value in numbers if not _is_measured(value)]
+    if wrong or not numbers:
+        raise UserError("compare", str(path), "a report with the numbers that were measured; this one has "
+                        f"{', '.join(wrong) or 'none'}", "Measure and write it again")
     return data
 
 
@@ -98,6 +104,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) ->
         worse = now < before * (1 - tolerance) if is_higher_better else now > before * (1 + tolerance)
         metrics.append(ComparedMetric(place, before, now, is_judged and worse))
     return Comparison(tuple(metrics), tuple(_notes(old, new)))
+
+
+def _is_measured(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

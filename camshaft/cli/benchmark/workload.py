@@ -6,6 +6,7 @@ Owns length rules and the dataset format. Runs nothing.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from camshaft.config.doc import INT32_MAX, Doc, check_int
 from camshaft.core.errors import UserError
 
 _RULE = re.compile(r"(?P<low>\d+):(?P<high>\d+)|(?P<mean>\d+),(?P<deviation>\d+)|(?P<fixed>\d+)", re.ASCII)
+_MAX_REQUESTS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +38,18 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         if self.num_requests is not None:
-            check_int("num_requests", self.num_requests, 1)
-        check_int("warmup", self.warmup, 0)
+            check_int("num_requests", self.num_requests, 1, _MAX_REQUESTS)
+        check_int("warmup", self.warmup, 0, _MAX_REQUESTS)
         check_int("seed", self.seed, 0, 2**64 - 1)
         for name in ("input_len", "output_len"):
             LengthRule.parse(name, getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return {**dataclasses.asdict(self), "dataset": None if self.dataset is None else self.dataset.name}
+        """Plain JSON data; a dataset by its name and content. UserError where it cannot be read."""
+        found = {**dataclasses.asdict(self), "dataset": None if self.dataset is None else self.dataset.name}
+        if self.dataset is not None:
+            found["dataset_sha256"] = hashlib.sha256(_content(self.dataset)).hexdigest()
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,30 +105,42 @@ class BenchRequest:
     output_len: int
 
 
-def make_requests(cfg: WorkloadConfig, vocab_size: int, encode: Callable[[str], list[int]]
-                  ) -> tuple[list[BenchRequest], list[BenchRequest]]:
+def make_requests(cfg: WorkloadConfig, vocab_size: int, encode: Callable[[str], list[int]], *,
+                  longest: int = INT32_MAX) -> tuple[list[BenchRequest], list[BenchRequest]]:
     """(warm-up requests, measured requests). Random warm-up prompts share nothing with the measured ones.
 
-    UserError for a dataset that cannot be read; its prompts go through ``encode``.
+    UserError for a dataset that cannot be read, and for random lengths of more than ``longest`` tokens, prompt and
+    answer together; a dataset's prompts go through ``encode``.
     """
-    measured = _random(cfg, vocab_size, cfg.num_requests or 32, stream=0) if cfg.dataset is None else _read(
+    measured = _random(cfg, vocab_size, cfg.num_requests or 32, longest, stream=0) if cfg.dataset is None else _read(
         cfg.dataset, cfg.num_requests, encode)
-    return _random(cfg, vocab_size, cfg.warmup, stream=1), measured
+    return _random(cfg, vocab_size, cfg.warmup, longest, stream=1), measured
 
 
-def _random(cfg: WorkloadConfig, vocab_size: int, count: int, *, stream: int) -> list[BenchRequest]:
+def _random(cfg: WorkloadConfig, vocab_size: int, count: int, longest: int, *, stream: int) -> list[BenchRequest]:
     rng = np.random.default_rng([cfg.seed, stream])
     inputs = LengthRule.parse("input_len", cfg.input_len).draw(rng, count)
     outputs = LengthRule.parse("output_len", cfg.output_len).draw(rng, count)
+    most = max(map(sum, zip(inputs, outputs, strict=True)), default=0)
+    if most > longest:  # before so many tokens are drawn
+        raise UserError("input_len", f"{cfg.input_len} with output_len {cfg.output_len}, {most} tokens together",
+                        f"at most max_seq_len ({longest}) tokens together", "Lower one of them, or raise --max-seq-len")
     return [BenchRequest(rng.integers(0, vocab_size, size).tolist(), output_len)
             for size, output_len in zip(inputs, outputs, strict=True)]
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError("dataset", str(path), f"a JSONL file that can be read ({error})", "Check the path") from error
+
+
 def _read(path: Path, limit: int | None, encode: Callable[[str], list[int]]) -> list[BenchRequest]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("dataset", str(path), f"a JSONL file that can be read ({error})", "Check the path") from error
+        lines = _content(path).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError("dataset", str(path), f"a JSONL file in UTF-8 ({error})", "Convert it") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if limit is not None and limit > len(numbered):
         raise UserError("num_requests", limit, f"at most the dataset's {len(numbered)} requests")
@@ -137,7 +154,7 @@ def _request(where: str, line: str, encode: Callable[[str], list[int]]) -> Bench
     wanted = 'an object with "output_tokens" and either "prompt" or "input_ids"'
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("dataset", where, f"{wanted} ({error})") from error
     if not isinstance(data, dict) or ("prompt" in data) == ("input_ids" in data):
         raise UserError("dataset", where, wanted)

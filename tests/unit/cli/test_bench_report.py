@@ -156,7 +156,36 @@ def test_another_configuration_is_refused_by_name_and_a_setting_of_a_later_versi
     assert "only one report knows build.quantization" in compare(old, report(configuration=later), 0.05).notes
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", json.dumps(report(benchmark="latency")),
+@pytest.mark.parametrize("changes", [
+    {"performance": {"request_throughput_req_s": "fast"}}, {"performance": {"request_throughput_req_s": float("nan")}},
+    {"performance": {"request_throughput_req_s": [1]}}, {"streaming_metrics": {"avg_ttft_ms": True}},
+    {"performance": None, "streaming_metrics": None}, {"environment": [1]}, {"configuration": None}])
+def test_a_report_whose_numbers_are_none_is_refused_and_never_compared(tmp_path, changes):
+    (tmp_path / "old.json").write_text(json.dumps(report(**changes)))
+    with pytest.raises(UserError, match="compare"):
+        read_report(tmp_path / "old.json", "throughput")
+
+
+def test_another_dataset_of_the_same_name_is_another_configuration(tmp_path):
+    settings = []
+    for folder, text in (("a", "one"), ("b", "two")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "d.jsonl").write_text(json.dumps({"prompt": text, "output_tokens": 1}) + "\n")
+        settings.append({"workload": WorkloadConfig(dataset=tmp_path / folder / "d.jsonl").to_dict()})
+    with pytest.raises(UserError, match="dataset_sha256"):
+        check_comparable(report(configuration=settings[0]), settings[1])
+
+
+@pytest.mark.parametrize("lengths", [{"input_len": "2147483647"}, {"input_len": "5,2000000000"},
+                                     {"output_len": "1:2147483647"}])
+def test_lengths_beyond_the_engine_are_refused_before_they_are_drawn(lengths):
+    with pytest.raises(UserError, match="max_seq_len"):
+        make_requests(WorkloadConfig(num_requests=8, **lengths), 100, list, longest=512)
+    with pytest.raises(UserError, match="num_requests"):
+        WorkloadConfig(num_requests=10**9)
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100000, "{}", "[1]", json.dumps(report(benchmark="latency")),
                                      json.dumps(report(report_version=REPORT_VERSION + 1))])
 def test_a_file_that_is_no_report_of_this_kind_is_refused(tmp_path, content):
     (tmp_path / "old.json").write_text(content)

@@ -115,6 +115,8 @@ def test_an_unknown_command_is_answered_with_the_nearest(chat):
 
 
 @pytest.mark.parametrize(("line", "words"), [
+    ("/save ~nobody-of-that-name/x", "a user who exists"), ("/load ~nobody-of-that-name/x", "a user who exists"),
+    ("/save a\0b", "NUL"), ("/load a\0b", "NUL"),
     ("/save", "FILE"), ("/undo now", "nothing after it"), ("/load /no/such/file", "No such file"),
     ("/set temperature", "NAME=VALUE"), ("/set temperatur=1", "temperature"), ("/set temperature=hot", "a number"),
     ("/set max_tokens=0", "max_tokens"), ("/set n=2", "an option of a chat"),
@@ -124,6 +126,17 @@ def test_a_wrong_command_changes_nothing(chat, line, words):
     chat.handle(line)
     assert words in chat.screen.notes[-1]
     assert (chat.settings, chat.num_failed) == ({"max_tokens": 10}, 1)
+
+
+def test_a_file_of_brackets_or_half_characters_ends_no_chat(chat, tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    chat.handle(f"/load {tmp_path}/deep.json")
+    assert "a JSON file" in chat.screen.notes[-1]
+    (tmp_path / "half.json").write_text(
+        r'[{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "a"}]')
+    chat.handle(f"/load {tmp_path}/half.json")
+    assert "UTF-8" in chat.screen.notes[-1]
+    assert (said(chat), chat.num_failed) == ([], 2)
 
 
 def test_settings_reach_the_model_and_can_be_given_back(chat):

@@ -35,7 +35,7 @@ def test_amounts_of_memory(text, expected):
     assert parse_bytes("device_memory", text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "12XB", "1e9", "much"])
+@pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "12XB", "1e9", "much", "9" * 400 + "GB", "9" * 5000])
 def test_an_amount_that_is_none_is_refused_by_name(text):
     with pytest.raises(UserError, match="device_memory"):
         MemoryConfig(device_memory=text)
@@ -62,6 +62,18 @@ def test_a_window_holds_no_more_than_it_reads():
                          weight_bytes=1, activation_peak_bytes=1, life_cycles=(window,), choices=())
     longest, half = (fit(narrow, 10**9, ALL, seq_len=seq_len).request_bytes for seq_len in (1024, 512))
     assert longest == half < 10 * 1024
+
+
+def test_narrow_weights_are_advised_also_where_only_shorter_requests_would_fit_beside_them():
+    choices = tuple(WeightChoice(dtype="float32", weight_dtype="float32", quantization=name, num_bytes=num_bytes)
+                    for name, num_bytes in (("none", 10**6), ("w8a16", 250_000)))
+    given = needs(weights=10**6, choices=choices)
+    found = fit(given, 300_000, ALL, seq_len=1024)
+    assert found.left_bytes < 0 < 300_000 - 250_000 < found.request_bytes
+    told = list(advice(given, found, ALL))
+    assert told[0].startswith("--dtype float32 --quantization w8a16")
+    assert told[1].startswith("a lower --max-seq-len")
+    assert not [words for words in advice(given, fit(given, 200_000, ALL, seq_len=1024), ALL) if "w8a16" in words]
 
 
 def test_what_does_not_fit_is_told_what_would_help():
