@@ -38,6 +38,11 @@ Priority: TypeAlias = int | Sequence[int]
 """One for all, or one a prompt."""
 
 
+_OWN_OPTIONS = ("model", "revision", "token", "build", "kv_cache", "scheduler", "use_cache", "skip_tokenizer_init",
+                "show_progress", "trace")
+"""Arguments of an LLM that are no fields of its build."""
+
+
 class LLM:
     """A model that answers.
 
@@ -72,7 +77,7 @@ class LLM:
             raise UserError("build", sorted(build_fields), "either build=… or its fields, not both")
         self._parts: Assembly = assemble(
             Source(model=model, revision=revision, token=token, use_cache=use_cache, show_progress=show_progress),
-            build=config_from(BuildConfig, build_fields or build, where="LLM"),
+            build=config_from(BuildConfig, build_fields or build, where="LLM", beside=_OWN_OPTIONS),
             kv_cache=config_from(KvCacheConfig, kv_cache, where="kv_cache"),
             scheduler=config_from(SchedulerConfig, scheduler, where="scheduler"), skip_tokenizer=skip_tokenizer_init,
             trace=None if trace is None else TraceTarget(
@@ -265,7 +270,8 @@ def _unwrap(prompt: Prompt, name: str) -> str | Sequence[int]:
         return prompt
     known = {"prompt", "prompt_token_ids"}
     if len(prompt.keys() & known) != 1 or prompt.keys() - known:
-        raise UserError(name, dict(prompt), "a dict with either prompt or prompt_token_ids")
+        raise UserError(name, dict(prompt), "a dict with either prompt or prompt_token_ids",
+                        "Give messages of a conversation to chat()" if "role" in prompt else "")
     value: str | Sequence[int] = next(iter(prompt.values()))
     if ("prompt" in prompt) != isinstance(value, str):
         raise UserError(name, dict(prompt), "text under prompt, token ids under prompt_token_ids")

@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from camshaft.config.doc import INT32_MAX, Doc, check_bool, check_int, check_range
+from camshaft.config.other_names import HINTS
+from camshaft.config.parse import reject_unknown
 from camshaft.core.errors import UserError
 
 UNSUPPORTED_DEFAULTS: Mapping[str, Any] = MappingProxyType({
@@ -106,10 +108,9 @@ class SamplingParams(SamplingFields):
             value, default = kwargs.pop(name), UNSUPPORTED_DEFAULTS[name]
             if value is not None and not (isinstance(value, bool | int) and value == default):
                 raise UserError(name, value, f"{default!r}, all that this version supports",
-                                "Leave it out")
-        known = {field.name for field in dataclasses.fields(SamplingFields)}
-        for name in sorted(kwargs.keys() - known):
-            raise UserError(name, kwargs[name], "a sampling parameter", f"Known: {', '.join(sorted(known))}")
+                                HINTS["SamplingParams"].get(name, "Leave it out"))
+        reject_unknown(kwargs, tuple(field.name for field in dataclasses.fields(SamplingFields)),
+                       where="SamplingParams")
         for name in _LISTS:
             value = kwargs.get(name)
             if isinstance(value, list):
@@ -130,6 +131,8 @@ class SamplingParams(SamplingFields):
         return self.n if self.best_of is None else self.best_of
 
     def _check_lengths(self) -> None:
+        if self.max_tokens is None:
+            raise UserError("max_tokens", None, "a whole number", "Give a large one for as many as max_seq_len leaves")
         check_int("max_tokens", self.max_tokens, 0, MAX_LENGTH)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -157,6 +160,8 @@ class SamplingParams(SamplingFields):
                 check_range(name, value, low, high)
         if self.top_p == 0.0:
             raise UserError("top_p", self.top_p, "a number above 0, up to 1", "Use temperature=0 for greedy")
+        if self.top_k == -1:
+            raise UserError("top_k", self.top_k, "a whole number of 0 or more", "Use 0 for all tokens")
         for name in ("top_k", "no_repeat_ngram_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, INT32_MAX)
