@@ -28,10 +28,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory):
+    """Folder of compiled CPU kernels, named by all they depend on: they are the same whichever test asks first."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory, monkeypatch):
-    """Point the engine cache at an empty folder, so no test sees another's engines."""
-    monkeypatch.setenv("CAMSHAFT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+def private_cache(tmp_path_factory, monkeypatch, compiled_kernels):
+    """Point the engine cache at a folder without engines, so no test sees another's; kernels are compiled once."""
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "native").symlink_to(compiled_kernels)
+    monkeypatch.setenv("CAMSHAFT_CACHE_DIR", str(cache))
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,12 @@ from camshaft.ir import nodes
 from camshaft.ir.program import LIFE_CYCLE_INPUTS, PURE_INPUTS, STEP_INPUTS, Program, pool_input
 
 
-def verify(program: Program) -> None:
-    """Raise InternalError unless ``program`` keeps every rule."""
+def verify(program: Program, checked: set[Any] | None = None) -> None:
+    """Raise InternalError unless ``program`` keeps every rule.
+
+    ``checked`` holds the calls whose results earlier verifications of the same program found right, and takes those of
+    this one: layers repeat, passes leave most calls as they are, and inferring a result is slow.
+    """
     graph_nodes = list(program.graph.nodes)
     _check_order(graph_nodes)
     _check_inputs(program, [node.name for node in graph_nodes if node.op == "placeholder"])
@@ -25,7 +29,7 @@ def verify(program: Program) -> None:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
             _fail(node, "every input and call knows its result (meta['val'])")
     _check_weights(program, graph_nodes)
-    checked: set[Any] = set()
+    checked = set() if checked is None else checked
     for node in graph_nodes:
         if node.op == "call_function":
             _check_call(program, node)
@@ -73,7 +77,7 @@ def _check_call(program: Program, node: fx.Node) -> None:
 
 
 def _check_result(program: Program, node: fx.Node, checked: set[Any]) -> None:
-    """Infer the result afresh and compare. ``checked`` holds what was found right: layers repeat, inference is slow."""
+    """Infer the result afresh and compare, unless an equal call is among the ``checked`` ones."""
     if node.meta.get("prepared"):
         return
     call = _signature(program, (node.target, node.args, node.kwargs, node))

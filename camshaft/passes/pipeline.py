@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from camshaft.core.errors import InternalError, UserError
 from camshaft.ir.program import PassRecord, Program
@@ -69,11 +70,12 @@ def run_passes(program: Program, ctx: PassContext, *, passes: Sequence[Pass] | N
 
     ``observe`` is called after each pass with its name and the program as it left it.
     """
-    verify(program)
+    checked: set[Any] = set()
+    verify(program, checked)
     for step in select_passes(ctx.build.skip_passes, passes):
         result = step.run(program, ctx)
         try:
-            verify(program)
+            verify(program, checked)
         except InternalError as error:
             raise InternalError(f"after pass {step.name!r}: {error}") from error
         program.history.append(PassRecord(step.name, result.matches, result.notes))

@@ -13,6 +13,7 @@ NUM_OUTPUTS = 64
 
 @pytest.mark.parametrize(("family", "seed", "changes"), [
     *((family, 7, {}) for family in TINY_FAMILIES),
+    ("llama", 0, {}), ("llama", 1, {"tie_word_embeddings": True}),
     ("qwen3", 0, {"tie_word_embeddings": True}), ("gemma3", 1, {"tie_word_embeddings": False}),
     ("gemma3", 0, {"torch_dtype": "bfloat16"}),
 ])

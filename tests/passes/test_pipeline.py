@@ -96,6 +96,17 @@ def test_a_pass_that_breaks_the_program_fails_the_build_by_name():
         run_passes(tiny_llama(), context(), passes=[make_pass("vandal", rewrite=break_it)])
 
 
+def test_a_result_that_was_right_before_a_pass_is_looked_at_again_when_the_pass_changed_it():
+    def lie(program):
+        node = next(node for node in program.graph.nodes if node.op == "call_function")
+        with node.meta["val"].fake_mode:
+            node.meta["val"] = node.meta["val"].to(torch.float64)
+        return 1
+
+    with pytest.raises(InternalError, match=r"after pass 'liar'.*recorded result"):
+        run_passes(tiny_llama(), context(), passes=[make_pass("honest"), make_pass("liar", rewrite=lie)])
+
+
 @pytest.mark.parametrize("asked", [{}, {"quantization": "w8a16"}, {"quantization": "w8a8", "weight_dtype": "float16"},
                                    {"weight_dtype": "bfloat16"}])
 @pytest.mark.parametrize("made", [{}, {"bias": True}, {"tied": True}, {"up_first": True}, {"dtype": torch.bfloat16}])

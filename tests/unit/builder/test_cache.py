@@ -2,12 +2,9 @@
 
 import dataclasses
 import errno
-import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +20,6 @@ from camshaft.core.errors import ModelNotFoundError, UserError
 from camshaft.testing.tiny import write_tiny_llama
 
 CFG = BuildConfig(device="cpu", max_batch_size=4, max_num_tokens=16)
-REPOSITORY = Path(cache.__file__).parents[2]
 SOURCES_HASH = cache._sources_hash
 
 
@@ -259,37 +255,6 @@ def test_concurrent_starts_share_one_build(model, builds):
     assert len(builds) == 1
 
 
-def test_two_processes_share_one_build(model):
-    code = ("import sys, logging; from camshaft.builder import build as r; real = r.build\n"
-            "def loud(*a, **k): print('built', flush=True); return real(*a, **k)\n"
-            "r.build = loud\n"
-            "from camshaft.builder.cache import cached_engine; from camshaft.config.build import BuildConfig\n"
-            f"e = cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n"
-            "print(e.manifest.weights_id)\n")
-    running = [subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-               for _ in range(2)]
-    outputs = [process.communicate(timeout=250)[0].split() for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert sum(output.count("built") for output in outputs) == 1
-    assert outputs[0][-1] == outputs[1][-1]
-
-
-def test_the_second_start_imports_nothing_of_the_build_side(model, monkeypatch):
-    monkeypatch.setattr(cache, "_sources_hash", SOURCES_HASH)
-    cached_engine(model, CFG)
-    code = ("import sys, json; from camshaft.builder.cache import cached_engine\n"
-            "from camshaft.config.build import BuildConfig\n"
-            f"cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n"
-            "print(json.dumps(sorted(sys.modules)))\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    loaded = set(json.loads(done.stdout))
-    assert "camshaft.engine.artifact" in loaded
-    heavy = {"camshaft.passes", "camshaft.models", "camshaft.layers", "camshaft.frontend.export",
-             "camshaft.builder.build", "transformers", "huggingface_hub", "sympy", "torch._dynamo"}
-    assert not heavy & loaded
-    assert len(engines()) == 1
-
-
 def made_entries(model, count):
     """Entries of different configurations, oldest first."""
     kept = []
@@ -354,21 +319,6 @@ def test_what_killed_builds_left_goes_with_the_next_build_of_anything(model):
     (engines_folder / ".0123.deadbeef.lock").touch()
     cached_engine(model, CFG)
     assert [path.name for path in engines_folder.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_build_killed_midway_leaves_a_usable_cache(model, builds):
-    code = ("import os, signal, sys; from camshaft.engine import storage; real = storage._sync_tree\n"
-            "storage._sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "from camshaft.builder import cache; cache._sources_hash = lambda: 'settled'\n"
-            "from camshaft.config.build import BuildConfig\n"
-            f"cache.cached_engine({str(model)!r}, BuildConfig(device='cpu', max_batch_size=4, max_num_tokens=16))\n")
-    killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False, capture_output=True)
-    assert killed.returncode == -9, killed.stderr
-    folder = Path(os.environ["CAMSHAFT_CACHE_DIR"]) / "engines"
-    assert len(list(folder.glob(".*.partial"))) == 1
-    assert cached_engine(model, CFG).folder is not None
-    assert len(builds) == 1
-    assert list(folder.glob(".*")) == []
 
 
 def test_a_cache_that_takes_no_files_is_given_up_at_once():
