@@ -142,6 +142,8 @@ def talk(conversation: Conversation, screen: TerminalScreen) -> None:
             except EOFError:
                 screen.note("")
                 return
+            except UnicodeDecodeError as error:
+                screen.note(f"That line is not text in {error.encoding}; nothing was said.")
             except KeyboardInterrupt:
                 if line is None:
                     screen.note("")

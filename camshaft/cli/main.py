@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -65,6 +66,8 @@ def _give_up_output() -> None:
 def main() -> None:
     """Entry point of the console script. Ctrl-C and a request to terminate unwind, so that nothing is left behind."""
     signal.signal(signal.SIGTERM, _end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal's encoding has no character for
     try:
         app()
     except SystemExit as leaving:

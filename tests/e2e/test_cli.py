@@ -186,6 +186,16 @@ def test_closed_standard_streams_are_no_bug(engine):
         assert "Traceback" not in done.stderr
 
 
+def test_characters_an_output_encoding_lacks_end_no_command(engine):
+    """Half of these tokens are parts of characters, which show as U+FFFD."""
+    done = subprocess.run([sys.executable, "-m", "camshaft", "run", str(engine), "-p", "a", "--max-tokens", "8", *SMALL,
+                           "--ignore-eos", "--no-repeat-ngram-size", "1",
+                           *(flag for token in range(180, 220) for flag in ("--allowed-token-ids", str(token)))],
+                          cwd=ROOT, capture_output=True, check=False,
+                          env={**os.environ, "CAMSHAFT_CC": "none", "PYTHONIOENCODING": "latin-1"})
+    assert (done.returncode, b"?" in done.stdout) == (0, True), done.stderr[-500:]
+
+
 @pytest.mark.parametrize("value", ["many", "0", "100000", "9" * 5000])
 def test_a_thread_count_no_machine_can_start_is_refused(camshaft, engine, monkeypatch, value):
     monkeypatch.setenv("CAMSHAFT_NUM_THREADS", value)

@@ -283,3 +283,18 @@ def test_without_a_terminal_answers_alone_go_to_standard_output(capsys):
     chat.handle("two")
     assert capsys.readouterr().out == "ONE\nTWO\n"
 
+
+
+def test_a_line_in_another_encoding_ends_no_chat(chat, monkeypatch):
+    lines = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "hi", EOFError()])
+
+    def ask(prompt):
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(chat.screen, "ask", ask, raising=False)
+    talk(chat, chat.screen)
+    assert "HI" in chat.screen.text
+    assert any("not text in utf-8" in note for note in chat.screen.notes)
