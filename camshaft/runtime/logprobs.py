@@ -25,6 +25,17 @@ def slices(num_rows: int, vocab_size: int) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
+def copied_rows(logits_LV: torch.Tensor, places: Int64Array) -> torch.Tensor:
+    """The rows ``places`` of the logits, as a copy.
+
+    On a CPU not by torch where that is possible: it would copy a whole vocabulary on OpenMP's threads, which
+    wait for the cores that the kernels' own threads hold.
+    """
+    if logits_LV.device.type == "cpu" and logits_LV.dtype != torch.bfloat16:
+        return torch.from_numpy(logits_LV.numpy()[places])
+    return logits_LV.index_select(0, torch.from_numpy(places).to(logits_LV.device))
+
+
 class LogprobReader:
     """Reads log-probabilities off logits it leaves as they are."""
 
@@ -42,7 +53,7 @@ class LogprobReader:
             if np.array_equal(chosen, np.arange(chosen[0], chosen[0] + count)):
                 logits = logits_LV[int(chosen[0]):int(chosen[0]) + count]
             else:
-                logits = logits_LV.index_select(0, torch.from_numpy(chosen).to(self._device))
+                logits = copied_rows(logits_LV, chosen)
             found = self._kernel(logits, torch.from_numpy(targets[piece]).to(self._device), num_top)
             parts.append([tensor.cpu().numpy() for tensor in found])
         logprobs, ranks, top_ids, top_logprobs, finite = (np.concatenate(column) for column in zip(*parts, strict=True))

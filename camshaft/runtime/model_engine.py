@@ -20,7 +20,7 @@ from camshaft.ir.program import LIFE_CYCLE_INPUTS, STEP_INPUTS, pool_input
 from camshaft.runtime.binding import bind_graph
 from camshaft.runtime.buffers import allocate_pools
 from camshaft.runtime.inputs import RowState, StepInputs
-from camshaft.runtime.logprobs import LogprobReader, spread
+from camshaft.runtime.logprobs import LogprobReader, copied_rows, spread
 from camshaft.runtime.sampler import Picks, Sampler
 from camshaft.runtime.step import Int32Array, StepLogprobs, StepOutput, StepPlan
 
@@ -86,7 +86,7 @@ class ModelEngine:
         logits_LV = self.forward(inputs)
         rows, epochs = plan.rows[plan.samples], plan.epochs[plan.samples]
         sampled = inputs.sampled
-        logits_SV = logits_LV if sampled is None else logits_LV.index_select(0, self._moved(sampled))
+        logits_SV = logits_LV if sampled is None else copied_rows(logits_LV, sampled)
         picks = _NOTHING
         if len(rows):
             picks = self._sampler.sample(logits_SV, self._rows, plan)

@@ -21,7 +21,7 @@ from camshaft.kernels.sampling.philox import uniforms
 from camshaft.runtime.binding import bind_op
 from camshaft.runtime.edits import RowEdits, apply_edits
 from camshaft.runtime.inputs import RowState
-from camshaft.runtime.logprobs import slices
+from camshaft.runtime.logprobs import copied_rows, slices
 from camshaft.runtime.processors import run_processors
 from camshaft.runtime.step import BoolArray, Int32Array, StepPlan
 
@@ -81,34 +81,31 @@ class Sampler:
 
     def _sample_mixed(self, logits_SV: torch.Tensor, arguments: tuple[torch.Tensor, ...],
                       edited: list[_EditedRow]) -> Picks:
-        num_rows = len(logits_SV)
-        token_ids, finite = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.bool_)
-        plain = sorted(set(range(num_rows)) - {row.place for row in edited})
-        if plain:
-            index = torch.tensor(plain, device=self._device)
-            found = self._kernel(self._existing(logits_SV.index_select(0, index)), *(part[index] for part in arguments))
-            token_ids[plain], finite[plain] = (tensor.cpu().numpy() for tensor in found)
+        """All rows where they lie, then the edited ones again: that costs less than leaving them out by a copy."""
+        places = np.array([row.place for row in edited], np.int64)
+        index = torch.from_numpy(places).to(self._device)
+        temperature, *others = arguments
+        token_ids, finite = (tensor.cpu().numpy() for tensor in self._kernel(
+            self._existing(logits_SV), temperature.index_fill(0, index, 0.0), *others))
+        token_ids = token_ids.astype(np.int32)
         failures: dict[int, Exception] = {}
         for piece in slices(len(edited), self._vocab_size):
-            some = edited[piece]
-            places = [row.place for row in some]
-            index = torch.tensor(places, device=self._device)
-            logits_EV = logits_SV.index_select(0, index).to(torch.float32)
-            token_ids[places], finite[places], errors = self._sample_edited(
-                logits_EV, tuple(part[index] for part in arguments), some)
+            logits_EV = copied_rows(logits_SV, places[piece]).to(torch.float32)
+            token_ids[places[piece]], errors = self._sample_edited(
+                logits_EV, tuple(part[index[piece]] for part in arguments), edited[piece],
+                finite[places[piece]].tolist())
             failures |= errors
         for row in edited:
             row.edits.append(int(token_ids[row.place]))
         return Picks(token_ids=token_ids, finite=finite, failures=tuple(sorted(failures.items())))
 
     def _sample_edited(self, logits_EV: torch.Tensor, arguments: tuple[torch.Tensor, ...],
-                       edited: Sequence[_EditedRow]) -> tuple[Any, BoolArray, dict[int, Exception]]:
-        """Tokens [E], whether the model's own logits were finite [E], and errors by place; edits ``logits_EV``."""
+                       edited: Sequence[_EditedRow], sound: list[bool]) -> tuple[Any, dict[int, Exception]]:
+        """Tokens [E], and errors by place; ``sound`` [E] are the rows of finite logits. Edits ``logits_EV``."""
         logits_EV[:, self._num_token_ids:] = -torch.inf
-        sound: BoolArray = torch.isfinite(logits_EV.amax(dim=1)).cpu().numpy()
         apply_edits(logits_EV, [row.edits for row in edited], [row.output_index for row in edited])
         failures: dict[int, Exception] = {}
-        for row, logits_V, is_sound in zip(edited, logits_EV, sound.tolist(), strict=True):
+        for row, logits_V, is_sound in zip(edited, logits_EV, sound, strict=True):
             if row.edits.sampling.processors and is_sound:
                 try:
                     logits_V.copy_(run_processors(row.edits.sampling.processors, row.edits.tokens, logits_V.cpu()))
@@ -116,10 +113,10 @@ class Sampler:
                     failures[row.place] = error
         token_ids, pickable = (tensor.cpu().numpy() for tensor in self._edited_kernel(
             self._existing(logits_EV), *arguments))
-        for row, is_sound, is_pickable in zip(edited, sound.tolist(), pickable.tolist(), strict=True):
+        for row, is_sound, is_pickable in zip(edited, sound, pickable.tolist(), strict=True):
             if is_sound and not is_pickable:
                 failures.setdefault(row.place, row.edits.exhausted(row.output_index))
-        return token_ids, sound, failures
+        return token_ids, failures
 
 
 def _edited_rows(rows: RowState, picked: Int32Array, indices: Int32Array) -> list[_EditedRow]:

@@ -202,3 +202,14 @@ def test_b34_the_number_of_token_ids_can_be_given_and_is_bounded(engine):
     assert out.token_ids[0] == greedy[:6].argmax()
     with pytest.raises(InternalError, match=f"num_token_ids {V + 1}"):
         ModelEngine(engine, num_pages=(PAGES,), num_token_ids=V + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_are_copied_and_edits_of_them_leave_the_logits_alone(dtype):
+    logits = torch.arange(12, dtype=dtype).view(4, 3)
+    with torch.inference_mode():
+        found = logprobs.copied_rows(logits, np.array([2, 0]))
+        assert torch.equal(found, logits[[2, 0]])
+        assert found.dtype == dtype
+        found.fill_(-1.0)
+    assert torch.equal(logits, torch.arange(12, dtype=dtype).view(4, 3))
