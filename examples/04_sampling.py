@@ -3,6 +3,8 @@
     python examples/04_sampling.py
 """
 
+import sys
+
 import torch
 
 from camshaft import LLM, SamplingParams
@@ -14,7 +16,7 @@ def no_digits(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-with LLM() as llm:
+with LLM(sys.argv[1] if len(sys.argv) > 1 else None) as llm:
     digits = [token for text in "0123456789" for token in llm.tokenizer.encode(text, add_special_tokens=False)]
     question = "My favourite colour is"
 

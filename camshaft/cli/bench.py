@@ -212,8 +212,8 @@ def _show_comparison(console: Console, old: Mapping[str, Any], report: Mapping[s
     from rich.table import Column, Table
 
     found = compare(old, report, reporting.tolerance)
-    table = Table(Column("number", overflow="fold"), "old", "new", "new / old", "", title=f"Compared with "
-                  f"{reporting.compare}", title_justify="left")
+    table = Table(Column("number", overflow="fold"), "old", "new", "new / old", "",
+                  title=f"Compared with {reporting.compare}", title_justify="left")
     for metric in found.metrics:
         table.add_row(metric.place, shown(metric.old), shown(metric.new), f"{metric.ratio:.3f}",
                       "REGRESSION" if metric.is_regression else "")

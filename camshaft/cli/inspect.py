@@ -45,7 +45,7 @@ def inspect(model: Annotated[str, typer.Argument(help="Engine folder; with --mem
 
     if not is_engine_folder(engine):
         raise UserError("engine", str(engine), "an engine folder (it holds engine.json)",
-                        "Make one with: camshaft build MODEL --output FOLDER")
+                        "Make one with camshaft build MODEL --output FOLDER, or ask what a model needs with --memory")
     if verify:
         _verify(engine)
         return

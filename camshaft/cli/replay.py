@@ -135,9 +135,9 @@ def _show_summary(recorded: Trace, as_json: bool) -> None:
                               indent=1))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("trace", "", show_header=False, box=None)
+    table = Table("trace", Column("", overflow="fold"), show_header=False, box=None)
     for name, value in _summary_rows(recorded.header, found):
         table.add_row(name, value)
     Console(highlight=False).print(table)

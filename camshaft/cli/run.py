@@ -72,6 +72,8 @@ def _prompt_text(prompt: str | None) -> str:
 
 def _answer(llm: LLM, text: str, params: SamplingParams, *, raw: bool, started: float) -> None:
     use_template = llm.has_chat_template and not raw
+    if not raw and not use_template:
+        typer.echo("This model has no chat template: it continues the text as it is.", err=True)
     ids: Any = llm.apply_chat_template([{"role": "user", "content": text}]) if use_template else text
     asked = time.perf_counter()
     first, last = None, None

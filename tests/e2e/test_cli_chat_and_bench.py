@@ -49,6 +49,9 @@ def test_a_model_without_a_template_is_refused_with_the_way_out(tmp_path):
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     code, _, err = camshaft("chat", model, *SMALL, stdin="hi\n")
     assert (code, "camshaft run --raw" in err) == (1, True)
+    for raw in ((), ("--raw",)):
+        code, _, err = camshaft("run", model, *SMALL, "--prompt", "hi", "--max-tokens", 1, *raw)
+        assert (code, "no chat template" in err) == (0, not raw), "continuing without a template is said"
 
 
 class Terminal:

@@ -1,9 +1,13 @@
 """Benchmarks on given numbers: workloads, formulas, comparisons. Nothing is timed."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from camshaft.cli.bench import ReportConfig, _show_comparison
 from camshaft.cli.benchmark.compare import check_comparable, compare, read_report
 from camshaft.cli.benchmark.measure import Timing
 from camshaft.cli.benchmark.report import (
@@ -145,6 +149,12 @@ def test_a_comparison_shows_ratios_and_says_what_else_changed():
     found = compare(report(), report(150.0, environment={"device": {"name": "b"}}, output_sha256="y"), 0.05)
     assert found.metrics[0].ratio == 1.5
     assert found.notes == ("device.name was 'a', is 'b'", "the output tokens differ")
+
+
+def test_no_name_of_a_number_is_cut_off_where_the_terminal_is_narrow():
+    shown_at_60 = io.StringIO()
+    _show_comparison(Console(file=shown_at_60, width=60), report(), report(), ReportConfig(compare=Path("old.json")))
+    assert "…" not in shown_at_60.getvalue()
 
 
 def test_another_configuration_is_refused_by_name_and_a_setting_of_a_later_version_is_not():

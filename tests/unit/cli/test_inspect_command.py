@@ -50,6 +50,13 @@ def test_two_forms_at_once_are_refused_not_reduced_to_one(engine, flags):
     assert isinstance(inspect(engine, *flags).exception, UserError)
 
 
+def test_a_checkpoint_in_an_engines_place_is_told_both_ways_on(tmp_path):
+    error = inspect(write_tiny_llama(tmp_path / "model")).exception
+    assert isinstance(error, UserError)
+    assert "camshaft build" in error.remedy
+    assert "--memory" in error.remedy
+
+
 def test_verify_names_the_damaged_tensor(engine):
     assert inspect(engine, "--verify").exit_code == 0
     weights = engine / "weights.safetensors"
