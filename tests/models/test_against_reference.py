@@ -136,7 +136,7 @@ def relative_error(logits, expected):
 
 
 def mean_error(logits, expected):
-    """Root mean square, in which the noise of single logits is lost and a rounding too many is not."""
+    """Root mean square: how the last bit of one logit falls counts for nothing, a rounding too many shows."""
     return float((logits.float() - expected.float()).square().mean().sqrt())
 
 
@@ -157,7 +157,7 @@ def compare(kind, changes, dtype, folder, run_program):
 @pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
 def test_float32_logits_equal_transformers(kind, changes, tmp_path, run_program):
     ours, theirs, _ = compare(kind, changes, torch.float32, tmp_path, run_program)
-    assert relative_error(ours, theirs) <= 1e-4
+    assert relative_error(ours, theirs) <= 1e-5
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
@@ -166,7 +166,7 @@ def test_bfloat16_logits_are_as_near_as_those_of_transformers(kind, changes, tmp
     ours, theirs, exact = compare(kind, changes, torch.bfloat16, tmp_path, run_program)
     assert relative_error(ours, theirs) <= 2e-2
     assert float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()) >= 0.99
-    assert relative_error(ours, exact) <= 1.5 * relative_error(theirs, exact)
+    assert relative_error(ours, exact) <= 2e-2
     assert mean_error(ours, exact) <= 1.1 * mean_error(theirs, exact)
     assert len(set(exact.argmax(-1).tolist())) >= 8
 

@@ -8,6 +8,7 @@ import torch
 from camshaft.frontend.checkpoint import open_checkpoint
 from camshaft.frontend.load import program_from_checkpoint
 from camshaft.ir import nodes
+from camshaft.ir.verify import verify
 from camshaft.passes.pipeline import run_passes
 from camshaft.testing.tiny import TINY_FAMILIES, write_tiny
 from tests.passes.graphs import context
@@ -24,10 +25,10 @@ NORMS_ALONE = {"llama": 1, "qwen2": 1, "qwen3": 1 + 2 * 2, "gemma3": 1 + 3 * 4}
 output projections."""
 
 
-def optimised(folder, family, **changes):
+def optimised(folder, family, *, dtype=torch.float32, build=None, **changes):
     write_tiny(folder, family, tokenizer=False, **changes)
-    program = program_from_checkpoint(open_checkpoint(folder), torch.float32)
-    run_passes(program, context())
+    program = program_from_checkpoint(open_checkpoint(folder), dtype)
+    run_passes(program, context(**(build or {})))
     ops = collections.Counter(nodes.target_name(node.target) for node in program.graph.nodes
                               if node.op == "call_function")
     return program, ops
@@ -41,6 +42,19 @@ def test_every_family_fuses_as_far_as_its_structure_allows(family, tmp_path):
     assert ops["camshaft.rms_norm"] == NORMS_ALONE[family]
     assert not {"aten.add.Tensor", "aten.silu.default", "aten.gelu.default", "aten._to_copy.default"} & ops.keys()
     assert ops["aten.mul.Tensor"] == (family == "gemma3")
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_norms_with_float32_weights_are_fused_and_run_natively_in_16_bits(dtype, quantization, tmp_path):
+    build = {"native": True, "dtype": dtype, "weight_dtype": dtype, "quantization": quantization}
+    program, ops = optimised(tmp_path, "gemma3", dtype=getattr(torch, dtype), build=build)
+    assert (ops["camshaft.rms_norm"], ops["camshaft.add_rms_norm"]) == (NORMS_ALONE["gemma3"], 6)
+    norms = [node for node in program.graph.nodes if "rms_norm" in nodes.target_name(node.target)]
+    for node in norms:
+        weight = program.weights[nodes.weight_name(nodes.arguments(node)[-2])]
+        assert (weight.dtype, node.meta["kernel"]) == (torch.float32, "native")
+    verify(program)
 
 
 def test_a_family_has_one_rotary_table_for_each_setting_its_layers_use(tmp_path):
