@@ -39,6 +39,8 @@ def arrays(hint):
 
 def strategy(hint):
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hasattr(origin, "__value__"):  # newer numpy declares NDArray by a type statement
+        return strategy(origin.__value__[parts])
     if origin in (types.UnionType, typing.Union):
         return st.none() | strategy(next(part for part in parts if part is not type(None)))
     if origin is np.ndarray:
