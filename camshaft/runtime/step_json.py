@@ -103,6 +103,8 @@ def _decoded(hint: Any, data: Any) -> Any:
     if data is None:
         return None
     origin = typing.get_origin(hint)
+    if hasattr(origin, "__value__"):  # numpy 2.5 declares NDArray by a type statement
+        return _decoded(origin.__value__[typing.get_args(hint)], data)
     if origin in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
         return _decoded(hint, data)
