@@ -46,6 +46,9 @@ class LifeCycleSpec:
                  "full": self.window is None and not self.sinks}
         if not sound.get(self.kind, True):
             raise ValueError(f"a life cycle {self.kind!r} with window {self.window} and {self.sinks} sinks")
+        if min(self.num_kv_heads, self.head_dim, self.page_size) < 1 or self.dtype not in _DTYPE_BYTES:
+            raise ValueError(f"a life cycle of {self.num_kv_heads} KV heads of {self.head_dim} {self.dtype} in pages "
+                             f"of {self.page_size} tokens")
 
     @property
     def page_bytes(self) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from camshaft.config.build import BuildConfig
+from camshaft.config.build import DEVICES, BuildConfig
 from camshaft.config.kv import LifeCycleSpec
 from camshaft.config.model import GenerationDefaults, ModelConfig
+from camshaft.engine.schema import check_types
 
 FORMAT_VERSION = 2
 """Rises with every change of the fields or of an op's arguments, so that an older engine is called old, not corrupt."""
@@ -27,12 +28,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     crc32: int
 
-    def __post_init__(self) -> None:
-        numbers = (self.offset, self.crc32, *self.shape)
-        if not all(isinstance(text, str) for text in (self.file, self.dtype)) or not all(
-                type(number) is int for number in numbers):
-            raise TypeError(f"tensor entry of other types: {self.file!r}, {self.dtype!r}, {numbers}")
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
@@ -40,10 +35,6 @@ class FileEntry:
 
     file: str
     sha256: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.file, str) or not isinstance(self.sha256, str):
-            raise TypeError(f"file entry of other types: {self.file!r}, {self.sha256!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +89,7 @@ class Manifest:
         rest = {name: data[name] for name in ("format_version", "camshaft_version", "torch_version",
                                               "activation_peak_bytes", "weights_id", "num_token_ids",
                                               "self_contained")}
-        return cls(
+        found = cls(
             **rest,
             model=ModelConfig.from_dict(data["model"]),
             generation=GenerationDefaults(**{**data["generation"],
@@ -115,3 +106,21 @@ class Manifest:
             history=tuple(data["history"]),
             kernels=tuple(data["kernels"]),
         )
+        check_types(found, cls, "manifest")
+        found.check_numbers()
+        return found
+
+    def check_numbers(self) -> None:
+        """Raise ValueError for numbers, each of its type, that no build writes."""
+        build, layers = self.build, [layer for spec in self.life_cycles for layer in spec.layers]
+        sound = {
+            "device": self.device.kind in DEVICES,
+            "build": build.max_seq_len is not None and build.dtype != "auto",
+            "num_token_ids": self.num_token_ids is None or 0 < self.num_token_ids <= self.model.vocab_size,
+            "activation_peak_bytes": self.activation_peak_bytes >= 0,
+            "life_cycles": bool(layers) and len(set(layers)) == len(layers) and min(layers) >= 0
+            and {spec.page_size for spec in self.life_cycles} == {build.page_size},
+        }
+        for name, holds in sound.items():
+            if not holds:
+                raise ValueError(f"manifest.{name} is {getattr(self, name)}")

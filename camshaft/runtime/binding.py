@@ -20,6 +20,7 @@ from camshaft.engine.artifact import Engine
 from camshaft.ir.text import parse_graph
 from camshaft.kernels.dispatch import bind, choose
 from camshaft.kernels.op import NAMESPACE, OPS, OpCall, TensorInfo, load_families
+from camshaft.runtime.cache_check import check_cache
 
 _DIRECT: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("aten.add.Tensor", torch.add),
@@ -53,6 +54,7 @@ def bind_graph(engine: Engine, device: torch.device) -> BoundGraph:
     """
     load_families(device.type)
     graph = parse_graph(engine.graph_text)
+    check_cache(graph, engine.manifest.life_cycles)
     writer = _FunctionWriter(engine, device)
     last_use = _last_uses(graph)
     for node in graph.nodes:
@@ -165,4 +167,6 @@ class _FunctionWriter:
         source = f"def step({arguments}):\n" + "".join(f"    {line}\n" for line in self._lines)
         # the text holds only names made here and numbers: graph text never reaches the compiler
         exec(compile(source, "<engine graph>", "exec"), self._scope)
-        return BoundGraph(inputs=tuple(self._inputs), call=self._scope["step"], source=source)
+        # the function holds its scope; a scope that held the function would keep the weights for as long as
+        # collections leave out what lived when they were last frozen
+        return BoundGraph(inputs=tuple(self._inputs), call=self._scope.pop("step"), source=source)

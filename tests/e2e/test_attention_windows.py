@@ -1,5 +1,7 @@
 """Windows and sinks from build option to token: the answers of the pure model with them, in pages that come back."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,11 @@ from safetensors.torch import load_file
 from camshaft import LLM, SamplingParams
 from camshaft.builder.build import build
 from camshaft.config.build import BuildConfig
-from camshaft.core.errors import UserError
+from camshaft.core.errors import EngineCorruptError, UserError
+from camshaft.engine.artifact import Engine
 from camshaft.frontend.checkpoint import open_checkpoint
 from camshaft.frontend.load import program_from_checkpoint
+from camshaft.runtime.binding import bind_graph
 from camshaft.testing.tiny import write_tensors, write_tiny
 from tests.passes.graphs import run_program
 
@@ -138,6 +142,19 @@ def test_a_request_that_outlives_its_nan_leaves_no_poisoned_page_to_others(tmp_p
         outputs = [llm.generate(prompt, params) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == alone
     assert outputs[1].num_cached_tokens == len(shared)
+
+
+@pytest.mark.parametrize("change", [
+    {"window": 19}, {"window": 21}, {"window": None, "sinks": 0, "kind": "full", "num_kv_heads": 1}, {"sinks": 2},
+    {"head_dim": 8}, {"num_kv_heads": 4}, {"page_size": 32}, {"dtype": "bfloat16"}, {"layers": (0,)},
+    {"layers": (1, 2, 3)}])
+def test_life_cycles_that_do_not_fit_the_graph_are_refused(engine, change):
+    edited = Engine.load(engine)
+    first, *others = edited.manifest.life_cycles
+    edited.manifest = dataclasses.replace(edited.manifest,
+                                          life_cycles=(dataclasses.replace(first, **change), *others))
+    with pytest.raises(EngineCorruptError, match="KV life cycles"):
+        bind_graph(edited, torch.device("cpu"))
 
 
 def test_sinks_without_any_window_are_refused(tmp_path):

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,16 @@ def test_the_last_reference_takes_threads_and_memory_with_it(tiny_engine, shut_d
     assert result.snapshot().finished
     assert not thread.is_alive()
     assert pages() is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_llms_that_were_shut_down_leave_no_weights_mapped(tiny_engine):
+    weights = str((Path(tiny_engine) / "weights.safetensors").resolve())
+    before = Path("/proc/self/maps").read_text().count(weights)
+    for _ in range(3):
+        with LLM(tiny_engine, kv_cache={"max_bytes": 2**24}) as llm:
+            llm.generate("x", SamplingParams(max_tokens=2))
+            assert Path("/proc/self/maps").read_text().count(weights) > before
+        del llm
+        gc.collect()
+    assert Path("/proc/self/maps").read_text().count(weights) == before

@@ -1,6 +1,8 @@
 """The runtime on a small model: paged equals dense, however the work is cut into steps."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -240,6 +242,17 @@ def test_the_bound_graph_is_straight_calls_that_drop_what_is_done(engine):
     made = {line.split(" = ")[0] for line in lines if " = " in line}
     dropped = [name for line in lines if line.startswith("del ") for name in line[4:].split(", ")]
     assert sorted(dropped) == sorted(made - {lines[-1].split()[1]})
+
+
+def test_a_bound_graph_goes_with_its_last_user_and_waits_for_no_collection(engine):
+    gc.disable()
+    try:
+        graph = bind_graph(engine, torch.device("cpu"))
+        call = weakref.ref(graph.call)
+        del graph
+        assert call() is None, "what a frozen collection never visits would keep its weights for ever"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("old", "new"), [
