@@ -137,10 +137,8 @@ def _choices(program: Program, device: str) -> tuple[WeightChoice, ...]:
 def _counts(program: Program) -> _Counts:
     products, looked_up = set[str](), set[str]()
     for node in program.graph.nodes:
-        place = {"camshaft.linear": 1, "aten.embedding.default": 0}.get(nodes.target_name(node.target))
-        name = None if node.op != "call_function" or place is None else nodes.weight_name(node.args[place])
-        if name is not None:
-            (products if place else looked_up).add(name)
+        if (read := nodes.matrix_read(node)) is not None:
+            (products if nodes.is_call(node, "camshaft.linear") else looked_up).add(read[1])
     weights = program.weights
     others = [weight for name, weight in weights.items() if name not in products | looked_up]
     return _Counts(

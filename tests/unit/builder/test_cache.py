@@ -25,7 +25,7 @@ SOURCES_HASH = cache._sources_hash
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    return write_tiny_llama(tmp_path_factory.mktemp("cache") / "model", seed=5)
+    return write_tiny_llama(tmp_path_factory.mktemp("cache") / "model", seed=5, num_hidden_layers=1)
 
 
 @pytest.fixture

@@ -169,7 +169,8 @@ def test_the_command_says_fits_or_not_with_its_status(model, tmp_path):
     assert data["kv"][0]["token_bytes"] == 2 * 2 * 16 * 4
 
 
-def test_an_engine_is_asked_as_it_is_built(model, tmp_path):
+def test_an_engine_is_asked_as_it_is_built(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CAMSHAFT_CC", "none")
     config = BuildConfig(device="cpu", max_seq_len=64)
     built = build(model, config, output=tmp_path / "engine").manifest
     found = memory_needs(tmp_path / "engine", BuildConfig())
