@@ -112,11 +112,16 @@ def test_the_dense_families_prefer_native_code_for_their_types(dtype, expected):
     assert choose(OPS.get("linear"), OpCall(CPU, (x, weight, None)), native=False).impl == "ref"
 
 
-def test_mixed_types_are_refused_by_name():
+@pytest.mark.parametrize(("x", "weight", "refusal"), [
+    (torch.float32, torch.bfloat16, None), (torch.float32, torch.float16, None),
+    (torch.bfloat16, torch.float32, "mixes torch.bfloat16 and torch.float32"),
+    (torch.float16, torch.bfloat16, "mixes torch.bfloat16 and torch.float16")])
+def test_products_take_narrower_weights_under_float32_and_refuse_other_mixtures_by_name(x, weight, refusal):
     load_families("cpu")
-    mixed = OpCall(CPU, (TensorInfo(torch.float32, (None, 8)), TensorInfo(torch.bfloat16, (4, 8)), None))
-    reasons = {verdict.impl: verdict.reason for verdict in explain(OPS.get("linear"), mixed, native=True)}
-    assert reasons["native"] == "mixes torch.bfloat16 and torch.float32"
+    mixed = OpCall(CPU, (TensorInfo(x, (None, 8)), TensorInfo(weight, (4, 8)), None))
+    verdicts = {verdict.impl: verdict for verdict in explain(OPS.get("linear"), mixed, native=True)}
+    assert verdicts["native"].ok is (refusal is None)
+    assert refusal in (None, verdicts["native"].reason)
 
 
 @pytest.mark.parametrize(("x", "weight", "refusal"), [
