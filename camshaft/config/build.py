@@ -28,7 +28,7 @@ class BuildConfig:
                                      "float16. A 16-bit one under dtype float32 halves the bytes a step reads; "
                                      "arithmetic stays fp32. CPU only.")] = "auto"
     quantization: Annotated[str, Doc("8-bit weights, one scale an output channel: none, w8a16 (arithmetic in fp32) or "
-                                     "w8a8 (inputs of products rounded to 8 bits too, one scale a token). "
+                                     "w8a8 (inputs of products rounded to 8 bits too, one scale for 64 of a token). "
                                      "CPU only.")] = "none"
     device: Annotated[str, Doc("Device the engine is built for: auto, cpu or cuda.")] = "auto"
     max_batch_size: Annotated[int, Doc("Most requests in one step.")] = 256

@@ -10,6 +10,8 @@ from camshaft.kernels.op import OpSpec, Sample, Tolerance, define_op
 
 INT8_MAX = 127
 """Largest magnitude in use: without -128 the range is symmetric, and two products of two add up within 16 bits."""
+BLOCK = 64
+"""Values of a row of x that share a scale in ``linear_w8a8``: a few loud channels then spoil their block only."""
 SMALLEST_PEAK = 1e-30
 """A row whose largest magnitude is below this becomes zeros: its scale's inverse would not be finite."""
 
@@ -34,14 +36,16 @@ def linear_w8a16(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
 
 
 def linear_w8a8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As ``linear_w8a16``, with every row of x rounded to int8 on the way; see :func:`quantise_rows`.
+    """As ``linear_w8a16``, with x rounded to int8 on the way: each 64 values of a row by :func:`quantise_rows`.
 
-    The integer product is exact; a row's result depends on its own row alone.
+    Integer products of a block are exact; a row's result depends on its own row alone.
     """
     arithmetic = torch.promote_types(x.dtype, torch.float32)
-    quantised, x_scale = quantise_rows(x.to(torch.float32))
-    product = quantised.to(arithmetic) @ weight.to(arithmetic).t() * (x_scale.to(arithmetic) * scale.to(arithmetic))
-    return (product if bias is None else product + bias.to(arithmetic)).to(x.dtype)
+    tokens, depth = x.shape
+    blocks = torch.nn.functional.pad(x.to(torch.float32), (0, -depth % BLOCK)).reshape(-1, BLOCK)
+    quantised, x_scale = quantise_rows(blocks)
+    rounded = (quantised.to(arithmetic) * x_scale.to(arithmetic)).reshape(tokens, depth + -depth % BLOCK)[:, :depth]
+    return linear_w8a16(rounded, weight, scale, None if bias is None else bias.to(arithmetic)).to(x.dtype)
 
 
 def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +117,9 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     for sign in (1, -1):
         weight = torch.full((5, 77), sign * INT8_MAX, device=device, dtype=torch.int8)
         yield Sample(f"all_{sign * INT8_MAX}", (extreme, weight, draw_scale(5), None))
-    silent = draw(3, 64)
-    silent[1] = 0
-    yield Sample("zero_row", (silent, draw_weight(6, 64), draw_scale(6), draw(6)))
+    silent = draw(3, 200)
+    silent[1], silent[2, 64:128] = 0, 0
+    yield Sample("zero_row_and_block", (silent, draw_weight(6, 200), draw_scale(6), draw(6)))
 
 
 linear_op = define_op(OpSpec(
