@@ -21,6 +21,7 @@
 #endif
 #define AHEAD_BYTES 4096
 #define TILE_BYTES (192 * 1024)
+#define WIDENED_TILE_BYTES (384 * 1024) /* more tokens for each time a weight is widened */
 #define MIN_PARALLEL_PRODUCTS 32768
 #define CHUNK_PRODUCTS 65536
 #define CHUNKS_A_THREAD 16  /* where x is read again for every chunk: few of them, yet enough to end together */
@@ -142,12 +143,18 @@ static void stream(const Product *p, const float *x, long x_stride, long first, 
     for (; n < last; n++, weight += stride) ONE[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, 0);
 }
 
+INLINE void widen_line(float *to, const void *line, long depth, int kind) {
+    long k = 0;
+    for (; k + LANES <= depth; k += LANES) store(to + k, load(at(line, k, kind), kind), KIND_F32);
+    if (k < depth) store_part(to + k, load_part(at(line, k, kind), depth - k, kind), depth - k, KIND_F32);
+}
+
 static void widen(float *to, const void *from, long rows, long depth, long stride, int kind) {
     for (long r = 0; r < rows; r++, to += depth) {
         const void *line = at(from, r * stride, kind);
-        long k = 0;
-        for (; k + LANES <= depth; k += LANES) store(to + k, load(at(line, k, kind), kind), KIND_F32);
-        if (k < depth) store_part(to + k, load_part(at(line, k, kind), depth - k, kind), depth - k, KIND_F32);
+        if (kind == KIND_I8) widen_line(to, line, depth, KIND_I8);
+        else if (kind == KIND_BF16) widen_line(to, line, depth, KIND_BF16);
+        else widen_line(to, line, depth, KIND_F16);
     }
 }
 
@@ -172,7 +179,7 @@ static void tiled(const Product *p, float *scratch, long block, long first, long
             }
             if (rows == ROWS)
                 four_f32(p, x, x_stride, weight, stride, n, from, to,
-                         widen_weight ? 0 : (const char *)(weight + ROWS * stride));
+                         at(p->weight, (n + ROWS) * p->weight_stride, p->weight_kind));
             else for (long r = 0; r < rows; r++, weight += stride)
                 one_f32(p, x, x_stride, weight, stride, n + r, from, to, 0);
         }
@@ -183,12 +190,12 @@ static int share(const Product *p, long first, long last) {
     if (first >= last) return 0;
     int widen_x = p->kind != KIND_F32, widen_weight = p->weight_kind != KIND_F32;
     int streams = p->tokens <= (widen_weight ? TOKENS : STREAM_TOKENS);
-    long block = TILE_BYTES / 4 / (p->depth + 1) / TOKENS * TOKENS;
+    long block = (widen_weight ? WIDENED_TILE_BYTES : TILE_BYTES) / 4 / (p->depth + 1) / TOKENS * TOKENS;
     if (block < 4 * TOKENS) block = 4 * TOKENS;
     if (block > p->tokens) block = p->tokens;
     float *scratch = 0;
     if (widen_x || (widen_weight && !streams)) {
-        scratch = malloc((size_t)((block + ROWS) * p->depth + 1) * sizeof *scratch);
+        scratch = aligned_alloc(64, (size_t)((block + ROWS) * p->depth + 16) / 16 * 64); /* no load crosses a line */
         if (!scratch) return 1;
     }
     if (!streams) tiled(p, scratch, block, first, last);
