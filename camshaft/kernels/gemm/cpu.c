@@ -3,8 +3,9 @@
  *
  * Every output is one accumulator of LANES partial sums walking k upwards, whatever T is: the result of a row
  * never depends on its neighbours in the batch. A chunk of work is a range of weight rows. For one
- * token, fp32 rows go by one at a time: a single linear stream that the hardware prefetches. Narrow ones go by four
- * at a time, since one accumulator could not keep up with them. For more tokens, ROWS x TOKENS tiles are held in
+ * token, fp32 rows go by one at a time: a single linear stream. Narrow ones go by four at a time, since one accumulator
+ * could not keep up with them. What is a few kB ahead is fetched meanwhile: the hardware's own prefetch ends at every
+ * 4 kB. For more tokens, ROWS x TOKENS tiles are held in
  * registers, and while a block of rows is used from the first-level cache the next one is fetched. */
 #include "native.h"
 #include "pool.h"
@@ -79,7 +80,7 @@ INLINE void tile(const Product *p, const float *x, long x_stride, const void *we
                  long token, long row, int tokens, int rows, int weight_kind, int kind, const char *ahead) {
     NO_SUMS(0); NO_SUMS(1); NO_SUMS(2); NO_SUMS(3);
     long whole = p->depth / LANES * LANES, rest = p->depth - whole, k = 0;
-    long step = LANES * ROWS * kind_bytes(weight_kind);
+    long step = LANES * rows * kind_bytes(weight_kind);
     if (ahead) {
         for (; k < whole; k += LANES, ahead += step) {
             STEP(WHOLE_X, WHOLE_W);
@@ -140,7 +141,7 @@ static void stream(const Product *p, const float *x, long x_stride, long first, 
     if (kind != KIND_F32)
         for (; n + ROWS <= last; n += ROWS, weight += ROWS * stride)
             FOUR[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, weight + AHEAD_BYTES);
-    for (; n < last; n++, weight += stride) ONE[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, 0);
+    for (; n < last; n++, weight += stride) ONE[kind](p, x, x_stride, weight, p->weight_stride, n, 0, p->tokens, weight + AHEAD_BYTES);
 }
 
 INLINE void widen_line(float *to, const void *line, long depth, int kind) {
