@@ -174,7 +174,8 @@ def _compile(compiler: str, folder: Path, target: Path) -> None:
 def entry(library: ctypes.CDLL, name: str, layout: str) -> tuple[Callable[[bytes], int], Callable[..., bytes]]:
     """A kernel taking one C struct, as ``run(pack(*fields))``: 0.5 µs a call where a dozen ctypes arguments cost 2.
 
-    ``layout`` is the struct in ``struct`` notation (P pointer, l long, f float, i int); a null pointer is 0.
+    ``layout`` is the struct in ``struct`` notation (P pointer, l long, f float, i int); a null pointer is 0. All that
+    a kernel reads is in the struct or behind its pointers: an equal struct is an equal call (``capture.py``).
     """
     run = library[name]
     run.argtypes = (ctypes.c_char_p,)

@@ -6,6 +6,7 @@ attribute lookups and no dispatcher between graph and kernel; intermediates are 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -43,10 +44,13 @@ class BoundGraph:
     call: Callable[..., torch.Tensor]
     source: str
     """The generated function, for reading."""
+    native: bool
+    """Whether every camshaft op in it is native code."""
 
 
-def bind_graph(engine: Engine, device: torch.device) -> BoundGraph:
-    """Bind every op of the engine's graph on ``device``; weights move there once.
+def bind_graph(engine: Engine, device: torch.device, library: ctypes.CDLL | None = None) -> BoundGraph:
+    """Bind every op of the engine's graph on ``device``; weights move there once. ``library`` stands in for the
+    engine's own.
 
     On another device kind than the engine was built for, the reference implementations serve (a way to look
     at a graph elsewhere, not to run it fast). Raises EngineCorruptError for a graph or kernel that is unknown
@@ -55,7 +59,7 @@ def bind_graph(engine: Engine, device: torch.device) -> BoundGraph:
     load_families(device.type)
     graph = parse_graph(engine.graph_text)
     check_cache(graph, engine.manifest.life_cycles)
-    writer = _FunctionWriter(engine, device)
+    writer = _FunctionWriter(engine, device, library or engine.library())
     last_use = _last_uses(graph)
     for node in graph.nodes:
         writer.add(node, last_use.get(node, ()))
@@ -83,9 +87,11 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 class _FunctionWriter:
     """Writes the function's lines and collects the objects they name."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: Engine, device: torch.device, library: ctypes.CDLL | None) -> None:
         self._engine = engine
         self._device = device
+        self._library = library
+        self._native = True
         self._foreign = engine.manifest.device.kind != device.type
         self._names: dict[fx.Node, str] = {}
         self._inputs: list[str] = []
@@ -145,7 +151,9 @@ class _FunctionWriter:
                                         needed=f"plain weights on {self._device.type}",
                                         remedy="Build the engine for this device")
             kernel = "ref"
-        return bind(op, kernel, self._engine.library())
+        function = bind(op, kernel, self._library)
+        self._native &= op.impls[kernel].native
+        return function
 
     def _constant(self, kind: str, value: Any) -> str:
         name = f"{kind}{len(self._scope)}"
@@ -169,4 +177,5 @@ class _FunctionWriter:
         exec(compile(source, "<engine graph>", "exec"), self._scope)
         # the function holds its scope; a scope that held the function would keep the weights for as long as
         # collections leave out what lived when they were last frozen
-        return BoundGraph(inputs=tuple(self._inputs), call=self._scope.pop("step"), source=source)
+        return BoundGraph(inputs=tuple(self._inputs), call=self._scope.pop("step"), source=source,
+                          native=self._native)

@@ -19,6 +19,7 @@ from camshaft.engine.artifact import Engine
 from camshaft.ir.program import LIFE_CYCLE_INPUTS, STEP_INPUTS, pool_input
 from camshaft.runtime.binding import bind_graph
 from camshaft.runtime.buffers import allocate_pools
+from camshaft.runtime.cpu_graphs import CpuGraphs
 from camshaft.runtime.inputs import RowState, StepInputs
 from camshaft.runtime.logprobs import LogprobReader, copied_rows, spread
 from camshaft.runtime.sampler import Picks, Sampler
@@ -51,11 +52,12 @@ class ModelEngine:
     ``num_pages`` is the size of each life cycle's pool, trash page included (``kv_pages_for``).
     ``num_threads`` sets the CPU threads of this process; default: CAMSHAFT_NUM_THREADS, else torch's own.
     ``device`` defaults to the engine's. Token ids from ``num_token_ids`` on are never sampled; default: those the
-    engine's tokenizer does not know. Not safe for use from two threads at once.
+    engine's tokenizer does not know. Without ``capture`` no step becomes a graph. Not safe for use from two threads
+    at once.
     """
 
     def __init__(self, engine: Engine, *, num_pages: tuple[int, ...], num_threads: int | None = None,
-                 device: torch.device | None = None, num_token_ids: int | None = None) -> None:
+                 device: torch.device | None = None, num_token_ids: int | None = None, capture: bool = True) -> None:
         threads = num_threads or env.read_int("CAMSHAFT_NUM_THREADS", highest=MAX_THREADS)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -69,6 +71,9 @@ class ModelEngine:
         self._rows = RowState(engine.manifest, num_pages)
         self._layer_pools = {pool_input(layer): pool[index] for spec, pool in zip(life_cycles, self.pools, strict=True)
                              for index, layer in enumerate(spec.layers)}
+        library = engine.library() if capture and self.device.type == "cpu" and self.graph.native else None
+        columns = tuple(table.shape[1] for table in self._rows.page_tables)
+        self._graphs = library and CpuGraphs(engine, library, self._layer_pools, columns)
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Run a step. It is done, or failed, when this returns; the handle says which."""
@@ -121,7 +126,13 @@ class ModelEngine:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [L, V] of a step's packed inputs; writes their keys and values into the pools."""
+        """Logits [L, V] of a step's packed inputs; writes their keys and values into the pools.
+
+        On a CPU the logits are valid until the next call.
+        """
+        captured = self._graphs.run(inputs) if self._graphs else None
+        if captured is not None:
+            return captured
         values = {name: self._moved(getattr(inputs, name)) for name in STEP_INPUTS}
         for kind in LIFE_CYCLE_INPUTS:
             for index, array in enumerate(getattr(inputs, kind)):
