@@ -229,14 +229,15 @@ class Command:
     run: Callable[[Conversation, str], bool]
 
 
+_Act = Callable[["Conversation", str], object]
 COMMANDS: Registry[Command] = Registry("command")
 
 
-def _command(usage: str, doc: str) -> Callable[[Callable[[Conversation, str], object]], None]:
+def _command(usage: str, doc: str) -> Callable[[_Act], _Act]:
     """Register a command under the first word of its usage."""
     name, _, argument = usage.partition(" ")
 
-    def decorate(act: Callable[[Conversation, str], object]) -> None:
+    def decorate(act: _Act) -> _Act:
         def run(chat: Conversation, text: str) -> bool:
             if text and not argument:
                 raise UserError(name, text, "nothing after it")
@@ -250,6 +251,7 @@ def _command(usage: str, doc: str) -> Callable[[Callable[[Conversation, str], ob
                 raise UserError(name, text, f"text that UTF-8 can hold ({error})") from error
 
         COMMANDS.add(name, Command(usage, doc, run))
+        return act
 
     return decorate
 
@@ -347,6 +349,7 @@ def _flat(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield prefix + name, f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+@_command("/exit", "As /quit.")
 @_command("/quit", "Leave; Ctrl-D does too.")
 def _quit(chat: Conversation, text: str) -> bool:
     return False

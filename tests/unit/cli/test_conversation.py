@@ -225,6 +225,7 @@ def test_help_lists_every_command_and_stats_are_flat(chat):
     chat.handle("/stats")
     assert chat.screen.tables[-1]["kv.num_free"] == "7"
     assert chat.handle("/quit") is False
+    assert chat.handle("/exit") is False
 
 
 class Keyboard(Recorder):
