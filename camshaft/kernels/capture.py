@@ -25,14 +25,19 @@ class KernelCall:
 
 
 class NotingLibrary(ctypes.CDLL):
-    """A loaded library whose entries tell ``listener`` every call they make."""
+    """A loaded library whose entries tell ``listener`` every call they make.
+
+    They are ``library``'s own functions: one of ctypes' is in a cycle with itself and holds its library, which here
+    would hold the listener, and with it all that was noted, for as long as no collection comes.
+    """
 
     def __init__(self, library: ctypes.CDLL, listener: Listener) -> None:
         super().__init__(library._name, handle=library._handle)
+        self._library = library
         self._listener = listener
 
     def __getitem__(self, name: str) -> Any:  # as its base has it
-        run = super().__getitem__(name)
+        run = self._library[name]
         run.argtypes, run.restype = (ctypes.c_char_p,), ctypes.c_int
         address, listener = ctypes.cast(run, ctypes.c_void_p).value or 0, self._listener
 
