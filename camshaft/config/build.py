@@ -11,7 +11,7 @@ from camshaft.core.errors import InternalError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-QUANTIZATIONS = ("none", "w8a16", "w8a8")
+QUANTIZATIONS = ("none", "w8a16", "w8a8", "fp8")
 PAGE_SIZES = (16, 32, 64, 128)
 DEFAULT_MAX_SEQ_LEN = 8192
 MIN_LOGITS_ROWS = 64
@@ -27,9 +27,10 @@ class BuildConfig:
     weight_dtype: Annotated[str, Doc("Type in which matrices are stored: auto (that of dtype), float32, bfloat16 or "
                                      "float16. A 16-bit one under dtype float32 halves the bytes a step reads; "
                                      "arithmetic stays fp32. CPU only.")] = "auto"
-    quantization: Annotated[str, Doc("8-bit weights, one scale an output channel: none, w8a16 (arithmetic in fp32) or "
-                                     "w8a8 (inputs of products rounded to 8 bits too, one scale for 64 of a token). "
-                                     "CPU only.")] = "none"
+    quantization: Annotated[str, Doc("8-bit weights, one scale an output channel: none, w8a16 (int8, arithmetic in "
+                                     "fp32; CPU only), w8a8 (inputs of products rounded to int8 too, one scale for 64 "
+                                     "of a token; CPU only) or fp8 (e4m3, inputs too, one scale a token; the head "
+                                     "keeps its type; for GPUs: slow on a CPU).")] = "none"
     device: Annotated[str, Doc("Device the engine is built for: auto, cpu or cuda.")] = "auto"
     max_batch_size: Annotated[int, Doc("Most requests in one step.")] = 256
     max_seq_len: Annotated[int | None, Doc("Longest prompt plus output in tokens; default: the model's own limit, "
@@ -115,8 +116,9 @@ def resolve_build(cfg: BuildConfig, model: ModelConfig, *, device: str) -> Build
 
 def _weight_dtype(cfg: BuildConfig, dtype: str, device: str) -> str:
     """The type matrices are stored in. UserError where this device or ``dtype`` has no kernel for what is asked."""
-    if device != "cpu" and cfg.quantization != "none":
-        raise UserError("quantization", cfg.quantization, f"none on {device}", "Use device='cpu', or leave it out")
+    if device != "cpu" and cfg.quantization not in ("none", "fp8"):
+        raise UserError("quantization", cfg.quantization, f"none or fp8 on {device}",
+                        "Use quantization='fp8', device='cpu', or leave it out")
     if cfg.weight_dtype in ("auto", dtype):
         return dtype
     if dtype != "float32" or device != "cpu":

@@ -38,6 +38,7 @@ _REBUILD = "Build the engine again"
 _LAYOUT_NAMES = MappingProxyType({
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 })
 _DTYPES = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in _LAYOUT_NAMES})
 

@@ -30,7 +30,7 @@ MAX_NODES = 200_000
 MAX_NESTING = 4
 _DTYPES = MappingProxyType({str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
-    torch.bool)})
+    torch.bool, torch.float8_e4m3fn)})
 
 
 def dump_graph(program: Program | fx.Graph) -> str:

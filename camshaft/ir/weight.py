@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from camshaft.core.errors import CheckpointError, InternalError
-from camshaft.kernels.gemm.ref import quantise_rows
+from camshaft.kernels.gemm.ref import quantise_rows, quantise_rows_fp8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +84,19 @@ _VALUES_AT_ONCE = 1 << 18
 class _Rows8:
     """A matrix in 8 bits, read through once where its values are asked for before its scales."""
 
-    def __init__(self, matrix: Weight) -> None:
+    def __init__(self, matrix: Weight, dtype: torch.dtype) -> None:
         self._matrix = matrix
+        self._dtype = dtype
+        self._round = quantise_rows if dtype is torch.int8 else quantise_rows_fp8
         self._scale: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         matrix = self._matrix.read()
-        values, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(matrix.shape[0])
+        values, scale = torch.empty(matrix.shape, dtype=self._dtype), torch.empty(matrix.shape[0])
         num_rows = max(1, _VALUES_AT_ONCE // max(1, matrix.shape[1]))
         for start in range(0, matrix.shape[0], num_rows):
             part = slice(start, start + num_rows)
-            rounded, scales = quantise_rows(matrix[part].to(torch.float32))
+            rounded, scales = self._round(matrix[part].to(torch.float32))
             values[part], scale[part] = rounded, scales[:, 0]
         self._scale = scale
         return values
@@ -108,11 +110,12 @@ class _Rows8:
         return self._scale
 
 
-def quantised(matrix: Weight) -> tuple[Weight, Weight]:
-    """``matrix`` [N, K] as int8, and the fp32 scale [N] of its rows, which are rounded as by ``quantise_rows``.
+def quantised(matrix: Weight, dtype: torch.dtype = torch.int8) -> tuple[Weight, Weight]:
+    """``matrix`` [N, K] in 8 bits, and the fp32 scale [N] of its rows.
 
+    They are rounded as by ``quantise_rows`` to int8, or as by ``quantise_rows_fp8`` to float8_e4m3fn.
     Reading the scale raises CheckpointError where the matrix is not finite.
     """
-    rows = _Rows8(matrix)
-    return (Weight(shape=matrix.shape, dtype=torch.int8, read=rows.values, origin=matrix.origin),
+    rows = _Rows8(matrix, dtype)
+    return (Weight(shape=matrix.shape, dtype=dtype, read=rows.values, origin=matrix.origin),
             Weight(shape=matrix.shape[:1], dtype=torch.float32, read=rows.scale, origin=f"scales of {matrix.origin}"))

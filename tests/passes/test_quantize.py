@@ -139,3 +139,39 @@ def test_leaving_the_pass_out_of_a_quantised_build_is_refused():
     with pytest.raises(UserError, match="quantization='w8a8'"):
         context(quantization="w8a8", skip_passes=("quantize",))
     assert Quantize().run(tiny_llama(), context(skip_passes=("quantize",))).matches == 0
+
+
+def test_fp8_takes_every_product_but_the_head():
+    program = tiny_llama(tied=True, bias=True)
+    products = len(calls(program, "camshaft.linear"))
+    result = Quantize().run(program, context(quantization="fp8"))
+    verify(program)
+    head, = calls(program, "camshaft.linear")
+    assert head.args[1].target == HEAD
+    assert result.matches == products - 1 == len(calls(program, "camshaft.linear_fp8"))
+    assert Quantize().run(program, context(quantization="fp8")).matches == 0
+    values = [weight for name, weight in program.weights.items() if name.endswith("@fp8")]
+    assert {weight.dtype for weight in values} == {torch.float8_e4m3fn}
+
+
+def test_fp8_weights_stand_for_the_matrix_within_their_rounding():
+    matrix = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    matrix *= torch.tensor([1e-6, 1, 1e4, 1])[:, None]
+    values, scale = (part.read() for part in quantised(constant(matrix, "m"), torch.float8_e4m3fn))
+    assert (values.float().abs().amax(dim=1) == 448).all()
+    # three bits of mantissa: half a unit in the last place is 1/16; below the smallest normal number, 2^-10 units
+    bound = torch.maximum(matrix.abs() / 16, scale[:, None] * 2.0**-10)
+    assert ((values.float() * scale[:, None] - matrix).abs() <= bound * 1.0001).all()
+
+
+def test_logits_of_an_fp8_model_are_near_those_of_its_rounded_weights():
+    rounded = tiny_llama(bias=True)
+    head = calls(rounded, "camshaft.linear")[-1].args[1].target
+    for node in calls(rounded, "camshaft.linear"):
+        name = node.args[1].target
+        if name != head:
+            values, scale = quantised(rounded.weights[name], torch.float8_e4m3fn)
+            rounded.weights[name] = constant(values.read().float() * scale.read()[:, None], name)
+    program = tiny_llama(bias=True)
+    Quantize().run(program, context(quantization="fp8"))
+    assert relative_error(run_program(program, pure_inputs()), run_program(rounded, pure_inputs())) <= 0.1

@@ -12,6 +12,8 @@ INT8_MAX = 127
 """Largest magnitude in use: without -128 the range is symmetric, and two products of two add up within 16 bits."""
 BLOCK = 64
 """Values of a row of x that share a scale in ``linear_w8a8``: a few loud channels then spoil their block only."""
+FP8_MAX = 448.0
+"""Largest finite value of e4m3 (float8_e4m3fn)."""
 SMALLEST_PEAK = 1e-30
 """A row whose largest magnitude is below this becomes zeros: its scale's inverse would not be finite."""
 
@@ -59,6 +61,30 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = rows.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST_PEAK)
     # a number divided by a tensor is rounded twice in torch: by way of the tensor's reciprocal
     return (rows * (torch.full_like(peak, INT8_MAX) / peak)).round(), peak / INT8_MAX
+
+
+def linear_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] times ``weight * scale[:, None]`` transposed, plus bias [N] -> [T, N] contiguous, in x's dtype.
+
+    weight [N, K] is e4m3, scale float32 [N], one an output channel, or [1]. Each row of x is rounded to e4m3 on the way
+    by :func:`quantise_rows_fp8`: a row's result depends on its own row alone.
+    """
+    arithmetic = torch.promote_types(x.dtype, torch.float32)
+    rounded, x_scale = quantise_rows_fp8(x.to(torch.float32))
+    product = rounded.to(arithmetic) @ weight.to(arithmetic).t() * x_scale.to(arithmetic) * scale.to(arithmetic)
+    return (product if bias is None else product + bias.to(arithmetic)).to(x.dtype)
+
+
+def quantise_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [R, K] (fp32) as e4m3, and the fp32 scale [R, 1] that gives back about ``rows``.
+
+    A row's largest magnitude becomes 448, halves round to even. A NaN or infinity makes its row's results NaN.
+    """
+    if rows.shape[1] == 0:
+        return rows.to(torch.float8_e4m3fn), rows.new_ones((rows.shape[0], 1))
+    peak = rows.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST_PEAK)
+    # products and quotients of two tensors are rounded once on every device, so implementations agree to the bit
+    return (rows * (torch.full_like(peak, FP8_MAX) / peak)).to(torch.float8_e4m3fn), peak * (1 / FP8_MAX)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -122,6 +148,25 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     yield Sample("zero_row_and_block", (silent, draw_weight(6, 200), draw_scale(6), draw(6)))
 
 
+def _fp8_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterable[Sample]:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def draw_weight(*shape: int) -> torch.Tensor:
+        values = (100 * torch.randn(*shape, generator=generator)).clamp(-FP8_MAX, FP8_MAX)
+        return values.to(torch.float8_e4m3fn).to(device)
+
+    def draw_scale(rows: int) -> torch.Tensor:
+        return (torch.rand(rows, generator=generator) + 0.1).to(device) / FP8_MAX
+
+    for name, x, weight, bias in _cases(draw, draw_weight):
+        yield Sample(name, (x, weight, draw_scale(weight.shape[0]), bias))
+    yield Sample("one_scale", (draw(3, 64), draw_weight(32, 64), draw_scale(1), draw(32)))
+    silent = draw(3, 200)
+    silent[1] = 0
+    yield Sample("zero_row", (silent, draw_weight(6, 200), draw_scale(6), draw(6)))
+
+
 linear_op = define_op(OpSpec(
     name="linear", schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference=linear, fake=_fake, samples=_samples, tolerance=Tolerance(float32=2e-6),
@@ -133,4 +178,8 @@ linear_w8a16_op = define_op(OpSpec(
 linear_w8a8_op = define_op(OpSpec(
     name="linear_w8a8", schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
     reference=linear_w8a8, fake=_fake_scaled, samples=_scaled_samples, tolerance=Tolerance(float32=2e-6),
+))
+linear_fp8_op = define_op(OpSpec(
+    name="linear_fp8", schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    reference=linear_fp8, fake=_fake_scaled, samples=_fp8_samples, tolerance=Tolerance(float32=2e-6),
 ))

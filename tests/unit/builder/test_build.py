@@ -169,12 +169,13 @@ def test_8_bit_weights_fit_where_fp32_ones_do_not(model, in_memory, monkeypatch)
     assert sum(tensor.nbytes for tensor in build(model, asked).tensors().values()) <= held // 2
 
 
-def test_a_quantised_engine_survives_being_saved(model, tmp_path):
-    asked = dataclasses.replace(CFG, quantization="w8a16")
+@pytest.mark.parametrize("kind", ["w8a16", "fp8"])
+def test_a_quantised_engine_survives_being_saved(model, tmp_path, kind):
+    asked = dataclasses.replace(CFG, quantization=kind)
     saved, kept = build(model, asked, output=tmp_path / "engine"), build(model, asked)
     loaded = Engine.load(tmp_path / "engine")
-    assert {entry["op"] for entry in loaded.manifest.kernels} >= {"linear_w8a16"}
-    assert loaded.manifest.build.quantization == "w8a16"
+    assert {entry["op"] for entry in loaded.manifest.kernels} >= {f"linear_{kind}"}
+    assert loaded.manifest.build.quantization == kind
     for name, tensor in kept.tensors().items():
         assert torch.equal(loaded.tensor(name), tensor), name
         assert torch.equal(saved.tensor(name), tensor), name
