@@ -1,5 +1,7 @@
-"""Shared test settings: GPU tests skip without a device, and every test has an engine cache of its own."""
+"""Shared test settings: workers of one thread each, GPU tests skip without a device, every test has an engine cache of
+its own."""
 
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -11,6 +13,10 @@ def pytest_configure(config):
     # Where tests are started in the background, shells have them and their children ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):
+        # Workers share the cores: of one thread each, and so are the processes that tests start. A test that is about
+        # threads says how many. Workers inherit this; torch reads it as it is imported.
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_addoption(parser):
@@ -31,7 +37,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def compiled_kernels(tmp_path_factory):
     """Folder of compiled CPU kernels, named by all they depend on: they are the same whichever test asks first."""
-    return tmp_path_factory.mktemp("kernels")
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"  # one for all workers
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
