@@ -1,5 +1,5 @@
-"""CPU implementations of the products in native C. Owns the argument passing to ``cpu.c`` and ``cpu_int8.c``, and
-the one case left to torch.
+"""CPU implementations of the products in native C. Owns the argument passing to ``cpu.c`` (with ``cpu_tiles.c``
+behind it) and ``cpu_int8.c``, and the one case left to torch.
 
 A row's result has the same bits whatever rows share its batch, except where torch takes over: 16-bit
 products of many tokens on a CPU with matrix units for that type.

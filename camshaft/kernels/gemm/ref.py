@@ -103,7 +103,8 @@ _Shapes = Iterable[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None]]
 def _cases(draw_x: _Draw, draw_weight: _Draw) -> _Shapes:
     """(name, x, weight, bias): none, one, the sizes around register tiles and vectors, many; strides; an outlier."""
     for tokens, rows, depth in ((0, 8, 16), (1, 1, 1), (1, 64, 48), (2, 5, 17), (3, 7, 33), (4, 9, 64), (5, 4, 15),
-                                (7, 13, 100), (8, 257, 31), (17, 66, 576), (65, 130, 70), (100, 12, 1536)):
+                                (7, 13, 100), (8, 257, 31), (17, 66, 576), (65, 130, 70), (100, 12, 1536),
+                                (19, 35, 769), (70, 33, 1537)):
         x, weight = draw_x(tokens, depth), draw_weight(rows, depth)
         yield f"{tokens}x{rows}x{depth}", x, weight, None
         yield f"{tokens}x{rows}x{depth}_bias", x, weight, draw_x(rows)
