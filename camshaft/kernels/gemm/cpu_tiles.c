@@ -126,18 +126,20 @@ INLINE void finish_pair(const Product *p, long token, long row, int tokens, int 
 /* A tile of `rows` (1 or ROWS) x `tokens` outputs over one part of the depth. `sums` holds those of the parts before. */
 INLINE void tile(const Product *p, Lines x, Lines weight, Part part, long token, long row, float *sums, int tokens,
                  int rows) {
-    long k = part.from;
+    long k = part.from, whole = part.to / LANES * LANES;
     EACH_SUM(START)
     if (part.from > 0) { EACH_SUM(RESUME) }
-    if (part.ahead_bytes > LINE)
-        for (; k + LANES <= part.to; k += LANES, part.ahead += part.ahead_bytes) {
+    if (part.ahead_bytes <= LINE) {
+        _Pragma("GCC unroll 4") /* fewer turns let the end of the loop be predicted; by hand, gcc spills */
+        for (; k < whole; k += LANES, part.ahead += part.ahead_bytes) {
+            STEP(WHOLE);
+            __builtin_prefetch(part.ahead, 0, 2);
+        }
+    } else {
+        for (; k < whole; k += LANES, part.ahead += part.ahead_bytes) {
             STEP(WHOLE);
             for (long i = 0; i < ROWS * LANES * 4; i += LINE) __builtin_prefetch(part.ahead + i, 0, 2);
         }
-    _Pragma("GCC unroll 4") /* fewer turns let the end of the loop be predicted; by hand, gcc spills */
-    for (; k + LANES <= part.to; k += LANES, part.ahead += part.ahead_bytes) {
-        STEP(WHOLE);
-        __builtin_prefetch(part.ahead, 0, 2);
     }
     if (k < part.to) STEP(REST);
     if (part.to < p->depth) {
