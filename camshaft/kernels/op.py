@@ -7,7 +7,7 @@ Owns ``OpSpec``, ``Op``, ``Impl`` and the registration with ``torch.library``. C
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -152,13 +152,15 @@ def load_families(device: str) -> Registry[Op]:
     """Import every family's ``ref`` and the implementation files for ``device``; returns all ops.
 
     A family is a package in this folder with a ``ref.py``; ``cpu.py`` is always imported, ``gpu.py``
-    (Triton) only for ``device="cuda"``. Idempotent.
+    (Triton) only for ``device="cuda"``, where Triton is installed: every CUDA build of torch brings it, and
+    without one a GPU can only be planned for. Idempotent.
     """
+    with_gpu = device == "cuda" and importlib.util.find_spec("triton") is not None
     package = importlib.import_module("camshaft.kernels")
     for family in sorted(info.name for info in pkgutil.iter_modules(package.__path__) if info.ispkg):
         home = importlib.import_module(f"camshaft.kernels.{family}")
         present = {info.name for info in pkgutil.iter_modules(home.__path__)}
         for module in ("ref", "cpu", "gpu"):
-            if module in present and (module != "gpu" or device == "cuda"):
+            if module in present and (module != "gpu" or with_gpu):
                 importlib.import_module(f"camshaft.kernels.{family}.{module}")
     return OPS

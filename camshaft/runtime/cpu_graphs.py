@@ -138,6 +138,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in t
         self._arena = arena
         self.rewind()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's hook; True, its default, would import the whole of ``torch._dynamo`` at the first captured step."""
+        return False
+
     def rewind(self) -> None:
         """Forget everything; the arena is free again."""
         self.noted: list[KernelCall | _Action] = []
