@@ -10,18 +10,17 @@ from camshaft.core.device import probe_cpu
 from camshaft.kernels.attention.ref import attention, attention_op, paged_attention, paged_sample
 from camshaft.kernels.dispatch import bind, choose, explain
 from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
+from tests.kernels.implementations import as_function, implementations
 
 load_families("cpu")
 PAGED = OPS.get("paged_attention")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=sorted(PAGED.impls))
+@pytest.fixture(params=implementations(PAGED))
 def paged(request, library):
     """Each implementation of paged_attention as a plain function."""
-    if PAGED.impls[request.param].native and library is None:
-        pytest.skip("no C compiler")
-    return bind(PAGED, request.param, library)
+    return as_function(PAGED, request.param, library)
 
 
 @pytest.fixture

@@ -4,19 +4,18 @@ import pytest
 import torch
 
 from camshaft.core.device import probe_cpu
-from camshaft.kernels.dispatch import bind, choose, explain
+from camshaft.kernels.dispatch import choose, explain
 from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
+from tests.kernels.implementations import as_function, implementations
 
 load_families("cpu")
 WRITE = OPS.get("kv_write")
 
 
-@pytest.fixture(params=sorted(WRITE.impls))
+@pytest.fixture(params=implementations(WRITE))
 def kv_write(request, library):
     """Each implementation as a plain function."""
-    if WRITE.impls[request.param].native and library is None:
-        pytest.skip("no C compiler")
-    return bind(WRITE, request.param, library)
+    return as_function(WRITE, request.param, library)
 
 
 def keys_values(tokens, heads, dim, seed=0):

@@ -12,17 +12,16 @@ from camshaft.core.device import probe_cpu
 from camshaft.kernels.dispatch import bind, choose, explain
 from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
 from camshaft.kernels.sampling.philox import philox4x32, uniforms
+from tests.kernels.implementations import as_function, implementations
 
 load_families("cpu")
 SAMPLE, LOGPROBS = OPS.get("sample"), OPS.get("logprobs")
 
 
-@pytest.fixture(params=sorted(SAMPLE.impls))
+@pytest.fixture(params=implementations(SAMPLE))
 def sample(request, library):
     """Each implementation, called with parameters that repeat over the rows of the logits."""
-    if SAMPLE.impls[request.param].native and library is None:
-        pytest.skip("no C compiler")
-    function = bind(SAMPLE, request.param, library)
+    function = as_function(SAMPLE, request.param, library)
 
     def run(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0):
         rows = len(logits)
@@ -228,12 +227,10 @@ def test_native_says_why_it_cannot_serve(options, reason):
     assert reason in verdict.reason
 
 
-@pytest.fixture(params=sorted(LOGPROBS.impls))
+@pytest.fixture(params=implementations(LOGPROBS))
 def logprobs(request, library):
     """Each implementation of ``logprobs``."""
-    if LOGPROBS.impls[request.param].native and library is None:
-        pytest.skip("no C compiler")
-    return bind(LOGPROBS, request.param, library)
+    return as_function(LOGPROBS, request.param, library)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 49152])
