@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from camshaft.kernels.dispatch import bind
-from camshaft.kernels.op import load_families
-
-load_families("cuda")  # where there is Triton, what is written in it too: its tests are marked ``gpu``
 
 
 def implementations(op):
@@ -26,8 +23,8 @@ def as_function(op, name, library):
     def on_card(*args):
         moved = [argument.cuda() if isinstance(argument, torch.Tensor) else argument for argument in args]
         results = function(*moved)
-        for name in op.spec.mutates:
-            place = op.arg_names.index(name)
+        for written in op.spec.mutates:
+            place = op.arg_names.index(written)
             args[place].copy_(moved[place])
         if isinstance(results, tuple):
             return tuple(result.cpu() for result in results)

@@ -12,7 +12,7 @@ from camshaft.kernels.dispatch import bind, choose, explain
 from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
 from tests.kernels.implementations import as_function, implementations
 
-load_families("cpu")
+load_families("cuda")  # the kernels of a GPU too, where there is Triton: their tests are marked so
 PAGED = OPS.get("paged_attention")
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from camshaft.kernels.dispatch import choose, explain
 from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
 from tests.kernels.implementations import as_function, implementations
 
-load_families("cpu")
+load_families("cuda")  # the kernels of a GPU too, where there is Triton: their tests are marked so
 WRITE = OPS.get("kv_write")
 
 

@@ -14,7 +14,7 @@ from camshaft.kernels.op import OPS, OpCall, TensorInfo, load_families
 from camshaft.kernels.sampling.philox import philox4x32, uniforms
 from tests.kernels.implementations import as_function, implementations
 
-load_families("cpu")
+load_families("cuda")  # the kernels of a GPU too, where there is Triton: their tests are marked so
 SAMPLE, LOGPROBS = OPS.get("sample"), OPS.get("logprobs")
 
 

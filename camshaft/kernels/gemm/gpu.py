@@ -83,7 +83,7 @@ TILES = _named((
 """Every tile that may be picked, by name: what is timed and what is chosen are the same."""
 
 _MOST_PROGRAMS = MappingProxyType({16: 384, 32: 256, 64: 128})
-"""By bucket of tokens: pieces of the depth multiply the programs up to so many, twice as many where it is deep."""
+"""By bucket: depths from _SPLIT_FROM on are split while programs stay this few, twice as many from _DEEP on."""
 _SPLIT_FROM = 2048
 _DEEP = 8192
 
@@ -104,9 +104,9 @@ def tile_for(num_tokens: int, num_rows: int, depth: int) -> Tile:
     if bucket == 1:
         if num_rows < 4096:
             return TILES["x1_1x1024_2w1s"]
-        return TILES["x1_4x1024_4w1s" if num_rows <= 4096 and depth >= 4096 else "x1_8x512_4w1s"]
+        return TILES["x1_4x1024_4w1s" if num_rows == 4096 and depth >= 4096 else "x1_8x512_4w1s"]
     most = _MOST_PROGRAMS[bucket] * (2 if depth >= _DEEP else 1)
-    programs = -(-num_rows // 64)
+    programs = triton.cdiv(num_rows, 64)
     splits = next((pieces for pieces in (4, 2) if programs * pieces <= most and depth >= _SPLIT_FROM), 1)
     return TILES[f"w{bucket}_64x128_4w4s" + (f"_split{splits}" if splits > 1 else "")]
 
